@@ -1,0 +1,1 @@
+"""The test suite; see the Makefile for the ways to run parts of it."""
