@@ -1,0 +1,116 @@
+"""Where root keys live, chosen by a URI.
+
+==================  ==========================================================  ==========
+URI                 where                                                       assurance
+==================  ==========================================================  ==========
+``file:/path``      a file of mode 0600 (`file`)                                logical
+``ephemeral:``      this process's memory (`ephemeral`)                         purge
+==================  ==========================================================  ==========
+
+A further kind of provider is a `Scheme` in `SCHEMES` and a subclass of `base.KeyProvider` that
+passes `kvvault.testing.KeyProviderConformance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from kvvault.crypto.providers.base import (
+    DEFAULT_TIMEOUT_S,
+    Assurance,
+    KeyProvider,
+    ProviderInfo,
+)
+from kvvault.crypto.providers.ephemeral import EphemeralProvider
+from kvvault.crypto.providers.file import FileProvider
+from kvvault.crypto.providers.timelimit import TimeLimited, call_with_limit
+from kvvault.errors import UsageError
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "SCHEMES",
+    "Assurance",
+    "EphemeralProvider",
+    "FileProvider",
+    "KeyProvider",
+    "ProviderInfo",
+    "Scheme",
+    "TimeLimited",
+    "open_provider",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One kind of provider."""
+
+    summary: str
+    """For the help text: what stands after the colon and where keys then live."""
+    open: Callable[[str, bool, float], KeyProvider]
+    """(rest of the URI, create, time limit in seconds) → provider."""
+    does_io: bool
+    """Whether a call can hang, so that a `TimeLimited` must stand before it."""
+
+
+def _open_file(rest: str, create: bool, timeout: float) -> KeyProvider:
+    # file:/p and file:///p are the same file; there is no host part.
+    path = Path("/" + rest.lstrip("/") if rest.startswith("///") else rest)
+    if create:
+        return FileProvider.create(path, timeout=timeout)
+    return FileProvider.open(path, timeout=timeout)
+
+
+def _open_ephemeral(rest: str, create: bool, timeout: float) -> KeyProvider:
+    if rest:
+        raise UsageError("nothing follows 'ephemeral:'", hint="Write exactly: ephemeral:")
+    return EphemeralProvider()
+
+
+SCHEMES: Final[Mapping[str, Scheme]] = MappingProxyType(
+    {
+        "file": Scheme("file:/path: a key file of mode 0600", _open_file, does_io=True),
+        "ephemeral": Scheme(
+            "ephemeral: keys in memory only; the vault ends with the process",
+            _open_ephemeral,
+            does_io=False,
+        ),
+    }
+)
+
+
+def open_provider(
+    uri: str,
+    *,
+    create: bool = False,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    schemes: Mapping[str, Scheme] = SCHEMES,
+) -> KeyProvider:
+    """The key provider that ``uri`` names, behind a time limit where it does I/O.
+
+    :param create: make the place for keys (`vault init`) instead of opening an existing one. It
+        holds no epoch yet: call `create_epoch`.
+    :param timeout: seconds that opening may take.
+    :raises UsageError: unknown scheme or malformed URI.
+    :raises WrongKeyError: the keys are not there.
+    :raises KeyUnavailableError: no answer within ``timeout`` seconds.
+    :raises UnsafeFileError, FormatError: the place must be repaired first.
+    :raises VaultExistsError, StorageError: with ``create`` only: taken already, cannot be written.
+
+    An `EphemeralProvider` always starts empty: with ``create=False`` everything wrapped by another
+    instance is a `WrongKeyError` at the first unwrap.
+    """
+    name, colon, rest = uri.partition(":")
+    scheme = schemes.get(name) if colon else None
+    if scheme is None:
+        raise UsageError(
+            "unknown kind of key provider",
+            hint="Known: " + "; ".join(known.summary for known in schemes.values()),
+        )
+    opener = scheme.open
+    if not scheme.does_io:
+        return opener(rest, create, timeout)
+    return TimeLimited(call_with_limit("open", lambda: opener(rest, create, timeout), timeout))
