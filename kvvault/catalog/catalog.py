@@ -1,0 +1,118 @@
+"""One catalog file: a writing queue, and one reading connection that notices other processes.
+
+Threads: `write`, `submit` and `read` from any thread (they may block: never a scheduler thread);
+`poll` by one thread at a time, whoever holds the caller's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+from sqlalchemy import Connection
+
+from kvvault.catalog import migrate, operations
+from kvvault.catalog.database import create_file, make_engine, translated_errors
+from kvvault.catalog.writer import CommitQueue
+from kvvault.errors import ClosedError, UnsafeFileError
+from kvvault.segments.io import check_path
+
+_T = TypeVar("_T")
+
+
+class Catalog:
+    """Open with `open`; close when done."""
+
+    def __init__(self, path: Path, *, read_only: bool) -> None:
+        self._read_engine = make_engine(path, write=False)
+        self._write_engine = None if read_only else make_engine(path, write=True)
+        self._queue = None if self._write_engine is None else CommitQueue(self._write_engine)
+        self._watch: Connection | None = None
+        self._version: int | None = None
+        self._change = -1
+        self._extent_no = -1
+
+    @classmethod
+    def open(cls, path: Path, *, create: bool = False, read_only: bool = False) -> Catalog:
+        """Open a catalog, upgrading its schema; `create` makes a new one.
+
+        Raises:
+            FileNotFoundError: there is none (and `create` is false).
+            UnsafeFileError: it is not a private file of ours.
+            UnsupportedVersionError, CatalogCorruptError, StorageError, VaultLockedError.
+        """
+        if create:
+            create_file(path)
+        check_path(path, "the catalog")
+        for suffix in ("-wal", "-shm", "-journal"):
+            side = path.with_name(path.name + suffix)
+            if side.is_symlink():
+                raise UnsafeFileError("a file of the catalog is a link", hint="remove it")
+        if not read_only:
+            engine = make_engine(path, write=True)
+            migrate.upgrade(engine)
+            engine.dispose()
+        return cls(path, read_only=read_only)
+
+    def submit(self, operation: Callable[[Connection], _T], *, durable: bool = False) -> Future[_T]:
+        """Queue a write; see `kvvault.catalog.writer` for what `durable` means."""
+        if self._queue is None:
+            raise ClosedError("the vault is open for reading only", hint="open it for writing")
+        return self._queue.submit(operation, durable=durable)
+
+    def write(self, operation: Callable[[Connection], _T]) -> _T:
+        """Write and wait until it is durable."""
+        return self.submit(operation, durable=True).result()
+
+    def read(self, operation: Callable[[Connection], _T]) -> _T:
+        """Run a query in a read transaction of its own."""
+        with (
+            translated_errors("read the catalog"),
+            self._read_engine.connect() as connection,
+            connection.begin(),
+        ):
+            return operation(connection)
+
+    def poll(self) -> operations.Delta | None:
+        """What was committed, by anybody, since the last poll; None when nothing was.
+
+        ``PRAGMA data_version`` changes when another connection commits (also one of this process),
+        and costs microseconds, so this may be asked before every load.
+        """
+        with translated_errors("read the catalog"):
+            if self._watch is None:
+                self._watch = self._read_engine.connect()
+            version = int(self._watch.exec_driver_sql("PRAGMA data_version").scalar_one())
+            # The pragma began a (snapshot-less) transaction in SQLAlchemy's eyes: end it, so that
+            # the next read sees what is new.
+            self._watch.rollback()
+            if version == self._version:
+                return None
+            with self._watch.begin():
+                delta = operations.changes_since(self._watch, self._change, self._extent_no)
+        # Only now: a read that failed is repeated. The version was taken before the rows were, so a
+        # commit in between is seen twice rather than never.
+        self._version, self._change, self._extent_no = version, delta.change, delta.extent_no
+        return delta
+
+    def close(self) -> None:
+        """Commit what is queued, empty the WAL when nobody else uses it, close. Idempotent."""
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        if self._write_engine is not None:
+            with (
+                translated_errors("close the catalog"),
+                self._write_engine.connect() as connection,
+            ):
+                raw = connection.connection.cursor()
+                raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                raw.close()
+            self._write_engine.dispose()
+            self._write_engine = None
+        self._read_engine.dispose()

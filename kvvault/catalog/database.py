@@ -1,0 +1,181 @@
+"""Connections to the catalog: which SQLite, which pragmas, and how its errors become ours.
+
+SQLite comes from the `pysqlite3` wheel, whose version is ours to choose: WAL mode before 3.51.3 can
+corrupt a database when the log is reset while it is being read (sqlite.org, "WAL-reset bug"), and
+distributions ship older ones. Where only an older SQLite is to be had, a rollback journal is used:
+slower, with readers and the writer waiting for each other, and correct.
+
+Two engines share the file. Transactions of the writing one begin IMMEDIATE, so they wait at their
+start and never fail half-way for a lock; the reading one begins DEFERRED.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool
+
+from kvvault.errors import (
+    CatalogCorruptError,
+    CatalogError,
+    KvvaultError,
+    StorageError,
+    VaultLockedError,
+)
+
+try:
+    import pysqlite3.dbapi2 as _pysqlite3
+
+    _driver: ModuleType = _pysqlite3
+except ImportError:
+    _driver = sqlite3
+
+WAL_SAFE_SINCE = (3, 51, 3)
+
+BUSY_TIMEOUT_S = 10.0
+"""How long a transaction waits for another process's. Group commits take milliseconds."""
+
+
+def sqlite_version() -> tuple[int, ...]:
+    """Version of the SQLite that is used."""
+    return tuple(int(part) for part in str(_driver.sqlite_version).split("."))
+
+
+def journal_mode() -> str:
+    """``wal`` where this SQLite does it safely, else ``delete`` (a rollback journal)."""
+    return "wal" if sqlite_version() >= WAL_SAFE_SINCE else "delete"
+
+
+def make_engine(path: Path, *, write: bool) -> Engine:
+    """An engine on the catalog at `path`, which must exist (mode 0600, see `create_file`).
+
+    Connections may move between threads but must not be used by two at once. A `write=False` engine
+    opens the file read-only, so it can also look at a vault on a read-only file system.
+    """
+
+    def connect() -> DBAPIConnection:
+        # "rw" rather than "rwc": a missing catalog is our decision to make, not SQLite's.
+        mode = "rw" if write else "ro"
+        connection: DBAPIConnection = _driver.connect(
+            f"file:{_quote(path)}?mode={mode}",
+            uri=True,
+            timeout=BUSY_TIMEOUT_S,
+            isolation_level=None,  # transactions begin where SQLAlchemy says so (below)
+            check_same_thread=False,
+        )
+        return connection
+
+    engine = create_engine(
+        "sqlite+pysqlite://", creator=connect, module=_driver, poolclass=NullPool
+    )
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: DBAPIConnection, _record: ConnectionPoolEntry) -> None:
+        cursor = connection.cursor()
+        try:
+            if write:
+                cursor.execute(f"PRAGMA journal_mode={journal_mode()}")
+                # See `set_durability`; FULL for whoever does not ask (migrations).
+                cursor.execute("PRAGMA synchronous=FULL")
+            cursor.execute("PRAGMA foreign_keys=ON")
+            cursor.execute("PRAGMA trusted_schema=OFF")
+            cursor.execute("PRAGMA temp_store=MEMORY")
+            if write:
+                cursor.execute("PRAGMA secure_delete=ON")
+                row = cursor.execute("PRAGMA secure_delete").fetchone()
+                if row is None or row[0] != 1:
+                    raise CatalogError(
+                        "this SQLite does not overwrite deleted rows (secure_delete is off)",
+                        hint="install the pysqlite3 package",
+                    )
+        finally:
+            cursor.close()
+
+    if write:
+
+        @event.listens_for(engine, "begin")
+        def begin(connection: object) -> None:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")  # type: ignore[attr-defined]
+
+    return engine
+
+
+def set_durability(connection: Connection, durable: bool) -> None:
+    """Whether the next transaction's commit waits for the disk. Not within a transaction.
+
+    Goes to the driver directly, because SQLAlchemy would begin a transaction for it.
+    """
+    if journal_mode() != "wal":
+        return
+    cursor = connection.connection.cursor()
+    cursor.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+    cursor.close()
+
+
+def create_file(path: Path) -> None:
+    """Make an empty catalog file, mode 0600 whatever the umask; SQLite copies it to -wal and -shm.
+
+    Raises:
+        StorageError: it exists or cannot be created.
+    """
+    try:
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as exc:
+        raise StorageError(
+            f"cannot create the catalog: {os.strerror(exc.errno or 0).lower()}",
+            hint="check that the vault's directory is writable and has space",
+            errno=exc.errno,
+        ) from exc
+    os.fchmod(fd, 0o600)
+    os.close(fd)
+
+
+@contextlib.contextmanager
+def translated_errors(doing: str) -> Iterator[None]:
+    """Turn SQLAlchemy's errors into ours. Never passes SQL or parameters on: they hold keys.
+
+    Raises:
+        VaultLockedError, StorageError, CatalogCorruptError, CatalogError.
+    """
+    try:
+        yield
+    except DBAPIError as exc:
+        raise _translate(exc, doing) from None
+
+
+def _translate(exc: DBAPIError, doing: str) -> KvvaultError:
+    name = str(getattr(exc.orig, "sqlite_errorname", "") or "")
+    text = str(exc.orig).lower()
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or "locked" in text:
+        return VaultLockedError(
+            f"cannot {doing}: another process keeps the catalog locked",
+            hint="wait for it, or find it with fuser on the catalog",
+        )
+    if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")) or "malformed" in text:
+        return CatalogCorruptError(
+            f"cannot {doing}: the catalog is damaged",
+            hint="move catalog.sqlite3* away; the vault then starts empty",
+        )
+    if name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")) or (
+        isinstance(exc, OperationalError) and ("disk" in text or "readonly" in text)
+    ):
+        return StorageError(
+            f"cannot {doing}: the catalog's disk refuses ({name or 'I/O error'})",
+            hint="check space and mount options of the file system under the vault",
+        )
+    return CatalogError(
+        f"cannot {doing}: SQLite says {name or type(exc).__name__}",
+        hint="run `kvvault doctor`",
+    )
+
+
+def _quote(path: Path) -> str:
+    return str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")

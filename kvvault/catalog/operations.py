@@ -1,0 +1,432 @@
+"""What is done to a catalog, one function per transaction step.
+
+Functions take the connection of a transaction that the caller began (`kvvault.catalog.writer` for
+writes), so that steps combine. They know rows, not keys or files: wrapped keys pass through as the
+bytes they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, select, update
+from sqlalchemy.dialects.sqlite import insert as upsert
+
+from kvvault.catalog import schema as t
+from kvvault.errors import CatalogCorruptError, CatalogError
+from kvvault.model import Namespace, NamespaceFacts, SegmentFacts, SegmentState
+from kvvault.segments.format import Extent
+
+_IN_MAX = 500  # ids per IN (...); SQLite allows 32766 parameters, short statements cache better
+_LIVE = (SegmentState.OPEN.value, SegmentState.SEALED.value)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRow:
+    tenant_id: bytes
+    lookup_id: bytes
+    root_epoch: str
+    wrapped_key: bytes
+    wrapped_index_key: bytes
+    sealed_name: bytes
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRow:
+    facts: SegmentFacts
+    wrapped_secret: bytes | None
+    commitment: bytes
+    boot_id: str
+    change: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What changed since the caller last looked, and where to look from next time."""
+
+    segments: Sequence[SegmentRow]
+    extents: Sequence[Extent]
+    change: int
+    extent_no: int
+
+
+class SegmentGoneError(CatalogError):
+    """The segment was revoked, sealed or lost blocks while the caller still wrote to it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a segment does not accept blocks any more", hint="the block is stored again next time"
+        )
+
+
+# -- meta ----------------------------------------------------------------------------------------
+
+
+def put_meta(connection: Connection, name: str, value: bytes) -> None:
+    statement = upsert(t.meta).values(name=name, value=value)
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=["name"], set_={"value": value})
+    )
+
+
+def get_meta(connection: Connection, name: str) -> bytes | None:
+    row = connection.execute(select(t.meta.c.value).where(t.meta.c.name == name)).first()
+    return None if row is None else bytes(row[0])
+
+
+def _next_change(connection: Connection) -> int:
+    statement = upsert(t.counters).values(name="change", value=1)
+    row = connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=["name"], set_={"value": t.counters.c.value + 1}
+        ).returning(t.counters.c.value)
+    ).one()
+    return int(row[0])
+
+
+# -- tenants and namespaces ----------------------------------------------------------------------
+
+
+def find_tenant(connection: Connection, lookup_id: bytes) -> TenantRow | None:
+    row = connection.execute(select(t.tenants).where(t.tenants.c.lookup_id == lookup_id)).first()
+    return None if row is None else _tenant(row)
+
+
+def get_tenant(connection: Connection, tenant_id: bytes) -> TenantRow | None:
+    row = connection.execute(select(t.tenants).where(t.tenants.c.tenant_id == tenant_id)).first()
+    return None if row is None else _tenant(row)
+
+
+def add_tenant(connection: Connection, tenant: TenantRow) -> TenantRow:
+    """Insert a tenant; when another process was faster, return the row it made."""
+    found = find_tenant(connection, tenant.lookup_id)
+    if found is not None:
+        return found
+    connection.execute(
+        insert(t.tenants).values(
+            tenant_id=tenant.tenant_id,
+            lookup_id=tenant.lookup_id,
+            root_epoch=tenant.root_epoch,
+            wrapped_key=tenant.wrapped_key,
+            wrapped_index_key=tenant.wrapped_index_key,
+            sealed_name=tenant.sealed_name,
+            created_at=tenant.created_at,
+        )
+    )
+    return tenant
+
+
+def list_tenants(connection: Connection) -> list[TenantRow]:
+    return [
+        _tenant(row)
+        for row in connection.execute(select(t.tenants).order_by(t.tenants.c.created_at))
+    ]
+
+
+def _tenant(row: Row[tuple[object, ...]]) -> TenantRow:
+    m = row._mapping
+    return TenantRow(
+        bytes(m["tenant_id"]),
+        bytes(m["lookup_id"]),
+        str(m["root_epoch"]),
+        bytes(m["wrapped_key"]),
+        bytes(m["wrapped_index_key"]),
+        bytes(m["sealed_name"]),
+        float(m["created_at"]),
+    )
+
+
+def add_namespace(connection: Connection, namespace: Namespace, now: float) -> None:
+    connection.execute(
+        upsert(t.namespaces)
+        .values(
+            digest=namespace.digest,
+            block_bytes=namespace.block_bytes,
+            facts=json.dumps(dict(namespace.facts), sort_keys=True),
+            created_at=now,
+        )
+        .on_conflict_do_nothing()
+    )
+
+
+def list_namespaces(connection: Connection) -> list[NamespaceFacts]:
+    """Namespaces with their live segments.
+
+    Raises:
+        CatalogCorruptError: a row does not have the digest it is filed under.
+    """
+    s = t.segments.c
+    live = (
+        select(s.namespace, func.count(), func.sum(s.blocks), func.sum(s.blocks * s.block_bytes))
+        .where(s.state.in_(_LIVE))
+        .group_by(s.namespace)
+    )
+    usage = {
+        bytes(r[0]): (int(r[1]), int(r[2] or 0), int(r[3] or 0)) for r in connection.execute(live)
+    }
+    result = []
+    for row in connection.execute(select(t.namespaces).order_by(t.namespaces.c.created_at)):
+        m = row._mapping
+        try:
+            namespace = Namespace.of(int(m["block_bytes"]), json.loads(m["facts"]))
+        except (ValueError, AttributeError, TypeError) as exc:
+            raise _corrupt("a namespace") from exc
+        if namespace.digest != bytes(m["digest"]):
+            raise _corrupt("a namespace")
+        count, blocks, data = usage.get(namespace.digest, (0, 0, 0))
+        result.append(NamespaceFacts(namespace, float(m["created_at"]), count, blocks, data))
+    return result
+
+
+# -- segments ------------------------------------------------------------------------------------
+
+
+def add_segment(
+    connection: Connection,
+    *,
+    segment_id: bytes,
+    tenant_id: bytes,
+    namespace: Namespace,
+    wrapped_secret: bytes,
+    commitment: bytes,
+    boot_id: str,
+    now: float,
+) -> None:
+    """Insert an open segment. Its key is durable when the transaction is (REQ-C5).
+
+    Raises:
+        SegmentGoneError: the tenant does not exist any more.
+    """
+    if get_tenant(connection, tenant_id) is None:
+        raise SegmentGoneError
+    connection.execute(
+        insert(t.segments).values(
+            segment_id=segment_id,
+            tenant_id=tenant_id,
+            namespace=namespace.digest,
+            state=SegmentState.OPEN.value,
+            wrapped_secret=wrapped_secret,
+            commitment=commitment,
+            block_bytes=namespace.block_bytes,
+            blocks=0,
+            boot_id=boot_id,
+            created_at=now,
+            change=_next_change(connection),
+        )
+    )
+
+
+def add_extent(connection: Connection, extent: Extent) -> None:
+    """Commit written slots. The segment must still be open and end exactly where they begin, so
+    committed slots are always a prefix of the file.
+
+    Raises:
+        SegmentGoneError: it is not, or does not.
+    """
+    s = t.segments.c
+    grown = connection.execute(
+        update(t.segments)
+        .where(
+            s.segment_id == extent.segment_id,
+            s.state == SegmentState.OPEN.value,
+            s.blocks == extent.first_slot,
+        )
+        .values(blocks=s.blocks + extent.count)
+    )
+    if grown.rowcount != 1:
+        raise SegmentGoneError
+    connection.execute(
+        insert(t.extents).values(
+            segment_id=extent.segment_id,
+            first_slot=extent.first_slot,
+            block_ids=extent.block_ids,
+            nonces=extent.nonces,
+            tags=extent.tags,
+        )
+    )
+
+
+def seal_segment(connection: Connection, segment_id: bytes) -> int | None:
+    """Seal an open segment (a sealed one stays as it is); returns its committed blocks, or None
+    when it does not live any more."""
+    s = t.segments.c
+    connection.execute(
+        update(t.segments)
+        .where(s.segment_id == segment_id, s.state == SegmentState.OPEN.value)
+        .values(state=SegmentState.SEALED.value, change=_next_change(connection))
+    )
+    row = connection.execute(
+        select(s.blocks).where(s.segment_id == segment_id, s.state.in_(_LIVE))
+    ).first()
+    return None if row is None else int(row[0])
+
+
+def revoke_segments(
+    connection: Connection,
+    segment_ids: Iterable[bytes],
+    state: SegmentState = SegmentState.REVOKED,
+) -> int:
+    """Destroy the wrapped keys of live segments; returns how many were live.
+
+    Nothing about single blocks is touched here, so the cost does not depend on their number.
+    """
+    s = t.segments.c
+    change = _next_change(connection)
+    return sum(
+        connection.execute(
+            update(t.segments)
+            .where(s.segment_id.in_(ids), s.state.in_(_LIVE))
+            .values(state=state.value, wrapped_secret=None, change=change)
+        ).rowcount
+        for ids in _chunks(segment_ids)
+    )
+
+
+def drop_extents(connection: Connection, segment_ids: Iterable[bytes]) -> None:
+    """Delete what the catalog knows of the segments' blocks. They must not be live any more."""
+    for ids in _chunks(segment_ids):
+        connection.execute(delete(t.extents).where(t.extents.c.segment_id.in_(ids)))
+
+
+def finish_deletion(connection: Connection, segment_ids: Sequence[bytes]) -> None:
+    """Turn revoked segments, whose files are gone, into tombstones."""
+    s = t.segments.c
+    drop_extents(connection, segment_ids)
+    for ids in _chunks(segment_ids):
+        connection.execute(
+            update(t.segments)
+            .where(s.segment_id.in_(ids), s.state == SegmentState.REVOKED.value)
+            .values(state=SegmentState.DESTROYED.value, blocks=0)
+        )
+
+
+def keep_prefix(connection: Connection, segment_id: bytes, blocks: int) -> None:
+    """Drop the extents that do not lie wholly within the first `blocks` slots."""
+    e = t.extents.c
+    count = func.length(e.block_ids) / 16
+    connection.execute(
+        delete(t.extents).where(e.segment_id == segment_id, e.first_slot + count > blocks)
+    )
+    end = connection.execute(
+        select(func.max(e.first_slot + count)).where(e.segment_id == segment_id)
+    ).scalar()
+    connection.execute(
+        update(t.segments)
+        .where(t.segments.c.segment_id == segment_id)
+        .values(blocks=int(end or 0), change=_next_change(connection))
+    )
+
+
+def forget_tenant(connection: Connection, tenant_id: bytes) -> list[bytes]:
+    """Destroy a tenant's keys and revoke its segments; returns the segments whose files remain.
+
+    Deleting the tenant's row alone makes everything of it unreadable: its key is in no other place.
+    """
+    s = t.segments.c
+    ids = [
+        bytes(r[0])
+        for r in connection.execute(
+            select(s.segment_id).where(s.tenant_id == tenant_id, s.state.in_(_LIVE))
+        )
+    ]
+    revoke_segments(connection, ids)
+    connection.execute(delete(t.tenants).where(t.tenants.c.tenant_id == tenant_id))
+    return ids
+
+
+def get_segment(connection: Connection, segment_id: bytes) -> SegmentRow | None:
+    rows = list_segments(connection, t.segments.c.segment_id == segment_id)
+    return rows[0] if rows else None
+
+
+def list_segments(
+    connection: Connection, where: ColumnElement[bool] | None = None
+) -> list[SegmentRow]:
+    """Segments, oldest first, tombstones included unless `where` says otherwise."""
+    statement = select(t.segments).order_by(t.segments.c.created_at, t.segments.c.segment_id)
+    if where is not None:
+        statement = statement.where(where)
+    return [_segment(row) for row in connection.execute(statement)]
+
+
+def changes_since(connection: Connection, change: int, extent_no: int) -> Delta:
+    """Segments that changed and extents that were added since, in commit order."""
+    segments = [
+        _segment(row)
+        for row in connection.execute(
+            select(t.segments).where(t.segments.c.change > change).order_by(t.segments.c.change)
+        )
+    ]
+    e = t.extents.c
+    extents: list[Extent] = []
+    last = extent_no
+    for row in connection.execute(
+        select(t.extents).where(e.extent_no > extent_no).order_by(e.extent_no)
+    ):
+        last = int(row._mapping["extent_no"])
+        extents += _extent(row)
+    newest = max((segment.change for segment in segments), default=change)
+    return Delta(segments, extents, newest, last)
+
+
+def list_extents(connection: Connection, segment_id: bytes) -> list[Extent]:
+    """One segment's extents in the order of their slots; damaged rows left out."""
+    e = t.extents.c
+    rows = connection.execute(
+        select(t.extents).where(e.segment_id == segment_id).order_by(e.first_slot)
+    )
+    return [extent for row in rows for extent in _extent(row)]
+
+
+def _extent(row: Row[tuple[object, ...]]) -> list[Extent]:
+    """The row's extent, or nothing when a field has not the type it should (its blocks miss)."""
+    m = row._mapping
+    try:
+        return [
+            Extent(
+                bytes(m["segment_id"]),
+                int(m["first_slot"]),
+                bytes(m["block_ids"]),
+                bytes(m["nonces"]),
+                bytes(m["tags"]),
+            )
+        ]
+    except (TypeError, ValueError):
+        return []
+
+
+def _segment(row: Row[tuple[object, ...]]) -> SegmentRow:
+    m = row._mapping
+    try:
+        return SegmentRow(
+            SegmentFacts(
+                segment_id=bytes(m["segment_id"]),
+                tenant_id=None if m["tenant_id"] is None else bytes(m["tenant_id"]),
+                namespace_digest=bytes(m["namespace"]),
+                state=SegmentState(m["state"]),
+                block_bytes=int(m["block_bytes"]),
+                blocks=int(m["blocks"]),
+                created_at=float(m["created_at"]),
+            ),
+            wrapped_secret=None if m["wrapped_secret"] is None else bytes(m["wrapped_secret"]),
+            commitment=bytes(m["commitment"]),
+            boot_id=str(m["boot_id"]),
+            change=int(m["change"]),
+        )
+    except (TypeError, ValueError) as exc:
+        raise _corrupt("a segment") from exc
+
+
+def _chunks(ids: Iterable[bytes]) -> Iterable[list[bytes]]:
+    every = list(ids)
+    return (every[i : i + _IN_MAX] for i in range(0, len(every), _IN_MAX))
+
+
+def _corrupt(what: str) -> CatalogCorruptError:
+    return CatalogCorruptError(
+        f"{what} in the catalog cannot be what its row says",
+        hint="move catalog.sqlite3* away; the vault then starts empty",
+    )

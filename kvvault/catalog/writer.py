@@ -1,0 +1,139 @@
+"""Group commit: one thread owns the only writing connection.
+
+While one commit is under way, further operations queue up, and the next transaction takes all of
+them; so many threads together pay for few commits, and none of them ever waits for SQLite's write
+lock. Operations run in the order in which they were submitted.
+
+Two strengths. A *durable* operation (a new key, a deletion) is on the disk when its future is done:
+its group is committed with ``synchronous=FULL``, one fsync. Any other (an extent) survives the
+death of the process, and after a power failure is there or not: in WAL mode ``synchronous=NORMAL``
+keeps the database consistent and loses at most the newest commits, which for a cache is a miss. An
+fsync per batch of blocks would cost more than writing the batch. With a rollback journal every
+commit is durable, because NORMAL is not safe there.
+
+Each operation runs inside a savepoint: one that raises is undone alone and tells its submitter; the
+others of its group commit. When the commit itself fails, all of them are told, and none happened.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy import Connection, Engine
+
+from kvvault.catalog.database import set_durability, translated_errors
+from kvvault.errors import CatalogError, ClosedError, KvvaultError
+
+_T = TypeVar("_T")
+_MAX_GROUP = 256
+
+
+class _Pending(Generic[_T]):
+    """An operation and the future that gets its result, once."""
+
+    def __init__(
+        self, operation: Callable[[Connection], _T], future: Future[_T], durable: bool
+    ) -> None:
+        self.durable = durable
+        self._operation = operation
+        self._future = future
+        self._result: list[_T] = []
+
+    def run(self, connection: Connection) -> None:
+        """Run inside a savepoint. Refusals of the operation itself (our errors) end it alone;
+        errors of SQLite go up, because SQLite may have rolled back the whole transaction."""
+        try:
+            with connection.begin_nested():
+                self._result = [self._operation(connection)]
+        except KvvaultError as exc:
+            self.fail(exc)
+
+    def publish(self) -> None:
+        if not self._future.done():
+            self._future.set_result(self._result[0])
+
+    def fail(self, exc: KvvaultError) -> None:
+        if not self._future.done():
+            self._future.set_exception(exc)
+
+
+class CommitQueue:
+    """The writing side of a catalog. `submit` may be called from any thread and does not block."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._queue: queue.SimpleQueue[_Pending[Any] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvvault-catalog", daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: Callable[[Connection], _T], *, durable: bool) -> Future[_T]:
+        """Queue one operation; the future is done when it is committed, or with the error.
+
+        Raises:
+            ClosedError: the catalog is closed.
+        """
+        future: Future[_T] = Future()
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the catalog is closed", hint="open the vault again")
+            self._queue.put(_Pending(operation, future, durable))
+        return future
+
+    def close(self) -> None:
+        """Commit what is queued, then stop. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        connection: Connection | None = None
+        closing = False
+        while not closing:
+            group, closing = self._take()
+            try:
+                with translated_errors("write to the catalog"):
+                    connection = connection or self._engine.connect()
+                    set_durability(connection, any(pending.durable for pending in group))
+                    with connection.begin():
+                        for pending in group:
+                            pending.run(connection)
+            except Exception as exc:  # noqa: BLE001 - else submitters would wait for ever
+                for pending in group:
+                    pending.fail(_as_error(exc))
+                # After a failed commit the connection may be unusable; the next group opens one.
+                if connection is not None:
+                    connection.invalidate()
+                    connection.close()
+                    connection = None
+                continue
+            for pending in group:
+                pending.publish()
+        if connection is not None:
+            connection.close()
+
+    def _take(self) -> tuple[list[_Pending[Any]], bool]:
+        """All that is queued now (waiting for the first), and whether the queue was closed."""
+        group: list[_Pending[Any]] = []
+        item = self._queue.get()
+        while item is not None:
+            group.append(item)
+            if len(group) >= _MAX_GROUP or self._queue.empty():
+                return group, False
+            item = self._queue.get()
+        return group, True
+
+
+def _as_error(exc: Exception) -> KvvaultError:
+    if isinstance(exc, KvvaultError):
+        return exc
+    return CatalogError(
+        f"cannot write to the catalog ({type(exc).__name__})", hint="run `kvvault doctor`"
+    )

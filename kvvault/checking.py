@@ -1,0 +1,140 @@
+"""Authenticating whole segments from catalog and disk alone, trusting nothing in memory.
+
+For `Vault.verify`, and for recovery after a power loss. Plaintext exists only in a scratch buffer,
+which is overwritten by the next block and wiped at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvvault.catalog import operations
+from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.operations import SegmentRow
+from kvvault.crypto import keys
+from kvvault.crypto.aead import SegmentCipher, wipe
+from kvvault.crypto.keys import WrappedSegment
+from kvvault.errors import (
+    KeyDestroyedError,
+    KeyUnavailableError,
+    KvvaultError,
+    StorageError,
+    UnsafeFileError,
+    WrongKeyError,
+)
+from kvvault.keyring import KeyRing
+from kvvault.model import Outcome
+from kvvault.segments.format import segment_name
+from kvvault.segments.io import AlignedBuffer, SegmentDir, SegmentFile, ShortReadError
+from kvvault.segments.store import (
+    Place,
+    Records,
+    Staging,
+    Wanted,
+    batches,
+    block_ids_of,
+    open_block,
+    read_ciphertext,
+)
+
+
+class Checker:
+    """Checks segments one after the other. Not thread-safe."""
+
+    def __init__(
+        self,
+        vault_id: bytes,
+        catalog: Catalog,
+        directory: SegmentDir,
+        ring: KeyRing,
+        batch_bytes: int,
+    ) -> None:
+        self._vault_id = vault_id
+        self._catalog = catalog
+        self._directory = directory
+        self._ring = ring
+        self._batch_bytes = batch_bytes
+        self._staging = Staging()
+
+    def check(self, row: SegmentRow, file: SegmentFile | None = None) -> Iterator[Outcome]:
+        """The outcome of every slot of a live segment, in order: HIT (authentic), TAMPERED, MISS
+        (bytes or row missing), KEY_UNAVAILABLE or IO_FAILED."""
+        blocks = row.facts.blocks
+        try:
+            cipher = self._cipher(row)
+            if file is None:
+                file = self._directory.open(segment_name(row.facts.segment_id))
+        except KeyUnavailableError:
+            yield from [Outcome.KEY_UNAVAILABLE] * blocks
+        except (WrongKeyError, UnsafeFileError):
+            yield from [Outcome.TAMPERED] * blocks
+        except (KeyDestroyedError, FileNotFoundError):
+            yield from [Outcome.MISS] * blocks
+        except KvvaultError:
+            yield from [Outcome.IO_FAILED] * blocks
+        else:
+            yield from self._check_slots(row, cipher, file)
+
+    def count_intact(self, row: SegmentRow, file: SegmentFile) -> int:
+        """How many leading blocks are authentic; all when that cannot be found out now."""
+        intact = 0
+        for outcome in self.check(row, file):
+            if outcome is Outcome.KEY_UNAVAILABLE:
+                return row.facts.blocks
+            if outcome is not Outcome.HIT:
+                break
+            intact += 1
+        return intact
+
+    def _cipher(self, row: SegmentRow) -> SegmentCipher:
+        facts = row.facts
+        tenant_id = facts.tenant_id
+        tenant = (
+            None
+            if tenant_id is None
+            else self._catalog.read(lambda c: operations.get_tenant(c, tenant_id))
+        )
+        if tenant is None or row.wrapped_secret is None:
+            raise KeyDestroyedError("a segment has no key", hint="it was deleted")
+        return keys.open_segment(
+            self._ring.tenant(tenant),
+            WrappedSegment(row.wrapped_secret, row.commitment),
+            facts.segment_id,
+            facts.namespace_digest,
+        )
+
+    def _check_slots(
+        self, row: SegmentRow, cipher: SegmentCipher, file: SegmentFile
+    ) -> Iterator[Outcome]:
+        facts = row.facts
+        place = Place(
+            self._vault_id,
+            facts.tenant_id or bytes(16),
+            facts.namespace_digest,
+            facts.segment_id,
+            facts.block_bytes,
+        )
+        records = Records()
+        ids: dict[int, bytes] = {}
+        for extent in self._catalog.read(lambda c: operations.list_extents(c, facts.segment_id)):
+            if extent.well_formed:
+                records.add(extent)
+                ids.update(enumerate(block_ids_of(extent), extent.first_slot))
+        scratch = AlignedBuffer(facts.block_bytes).view[: facts.block_bytes]
+        try:
+            for batch in batches(facts.blocks, facts.block_bytes, self._batch_bytes):
+                wanted = [
+                    Wanted(slot, ids.get(slot, bytes(16)), records[slot], scratch) for slot in batch
+                ]
+                sealed = read_ciphertext(file, facts.block_bytes, wanted, self._staging)
+                for item, data in zip(wanted, sealed, strict=True):
+                    if isinstance(data, ShortReadError) or item.slot not in ids:
+                        yield Outcome.MISS
+                    elif isinstance(data, StorageError):
+                        yield Outcome.IO_FAILED
+                    elif open_block(place, cipher, item, data):
+                        yield Outcome.HIT
+                    else:
+                        yield Outcome.TAMPERED
+        finally:
+            wipe(scratch)

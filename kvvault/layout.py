@@ -1,0 +1,267 @@
+"""Where things are in a vault's directory, and the descriptor that says it is one.
+
+The descriptor (file ``VAULT``) holds no secret: format version, vault id, and the URI of the key
+provider. It exists so that a vault whose catalog is missing is told apart from a directory that
+never was a vault.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import platformdirs
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvvault.crypto.aead import ID_BYTES, random_id, self_test
+from kvvault.crypto.providers.base import KeyProvider
+from kvvault.errors import (
+    FormatError,
+    StorageError,
+    UnsafeFileError,
+    UnsupportedVersionError,
+    VaultExistsError,
+    VaultNotFoundError,
+)
+from kvvault.segments.format import (
+    CATALOG_NAME,
+    DESCRIPTOR_NAME,
+    FORMAT_VERSION,
+    LOCKS_NAME,
+    SEGMENTS_NAME,
+)
+from kvvault.segments.io import check_path, open_private_dir
+
+__all__ = [
+    "Descriptor",
+    "boot_id",
+    "build",
+    "catalog_exists",
+    "catalog_path",
+    "default_provider_uri",
+    "is_new",
+    "keys_vanished",
+    "locks_path",
+    "new_vault_id",
+    "read_descriptor",
+    "refuse_occupied",
+    "remove_catalog",
+    "same_file_system",
+    "segments_path",
+    "self_test",
+]
+
+
+class _DescriptorFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    kvvault: Literal["vault"]
+    format: int
+    vault_id: str
+    provider: str
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """What the file ``VAULT`` says."""
+
+    vault_id: bytes
+    provider: str
+
+
+def catalog_path(vault: Path) -> Path:
+    return vault / CATALOG_NAME
+
+
+def segments_path(vault: Path) -> Path:
+    return vault / SEGMENTS_NAME
+
+
+def locks_path(vault: Path) -> Path:
+    return vault / LOCKS_NAME
+
+
+def new_vault_id() -> bytes:
+    return random_id()
+
+
+def default_provider_uri(vault_id: bytes) -> str:
+    """A key file of this vault below the user's data directory: never inside the vault."""
+    directory = Path(platformdirs.user_data_dir("kvvault")) / "keys"
+    return f"file:{directory / vault_id.hex()}.json"
+
+
+def is_new(vault: Path) -> bool:
+    """Whether nothing has ever been stored: no segment files."""
+    return not any(segments_path(vault).iterdir())
+
+
+def catalog_exists(catalog: Path) -> bool:
+    """Whether there is a catalog; an empty file is what a crash left right at the beginning."""
+    try:
+        return catalog.lstat().st_size > 0
+    except FileNotFoundError:
+        return False
+
+
+def remove_catalog(catalog: Path) -> None:
+    """Remove a catalog and the files SQLite keeps beside it, if there are any."""
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        catalog.with_name(catalog.name + suffix).unlink(missing_ok=True)
+
+
+def keys_vanished(provider: KeyProvider, epoch: str) -> bool:
+    """Whether the keys of `epoch` were in the memory of a process that is gone. Only a provider
+    that keeps nothing anywhere can say so; with any other, a missing key is a wrong configuration.
+    """
+    info = provider.describe()
+    return info.uri.startswith("ephemeral:") and epoch not in provider.epochs()
+
+
+def boot_id() -> str:
+    """The kernel's id of this boot (Linux ``/proc``); elsewhere empty, which always matches."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def same_file_system(a: Path, b: Path) -> bool:
+    """Whether both paths (or the nearest parents that exist) are on one file system."""
+    return _device(a) == _device(b)
+
+
+def _device(path: Path) -> int:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path.stat().st_dev
+
+
+def refuse_occupied(path: Path) -> None:
+    """
+    Raises:
+        VaultExistsError: there is a vault, or something else, at `path`.
+    """
+    if (path / DESCRIPTOR_NAME).exists():
+        raise VaultExistsError(
+            f"there is a vault at {path} already", hint="open it, or name another"
+        )
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise VaultExistsError(f"{path} is not a directory", hint="name a new or empty directory")
+    if path.is_dir():
+        try:
+            occupied = any(path.iterdir())
+        except OSError as exc:
+            raise _refused(exc, path) from exc
+        if occupied:
+            raise VaultExistsError(f"{path} is not empty", hint="name a new or empty directory")
+
+
+def build(path: Path, descriptor: Descriptor) -> None:
+    """Make the directories (0700) and, last, the descriptor: without it there is no vault.
+
+    Raises:
+        StorageError: the file system refuses.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(open_private_dir(path))
+        for sub in (segments_path(path), locks_path(path)):
+            sub.mkdir(mode=0o700, exist_ok=True)
+            os.close(open_private_dir(sub))
+        text = json.dumps(
+            {
+                "kvvault": "vault",
+                "format": FORMAT_VERSION,
+                "vault_id": descriptor.vault_id.hex(),
+                "provider": descriptor.provider,
+            },
+            indent=2,
+        )
+        target = path / DESCRIPTOR_NAME
+        temporary = path / f".{DESCRIPTOR_NAME}.new"
+        fd = os.open(
+            temporary,
+            os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
+        )
+        try:
+            os.fchmod(fd, 0o600)
+            os.write(fd, text.encode() + b"\n")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        temporary.rename(target)
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as exc:
+        raise _refused(exc, path) from exc
+
+
+def read_descriptor(path: Path) -> Descriptor:
+    """Read and check the descriptor.
+
+    Raises:
+        VaultNotFoundError: there is none.
+        UnsafeFileError: vault or descriptor belong to somebody else, or are links.
+        UnsupportedVersionError: a newer kvvault made the vault.
+        FormatError: it is damaged.
+    """
+    missing = VaultNotFoundError(
+        f"there is no vault at {path}", hint=f"make one: kvvault init --vault {path}"
+    )
+    try:
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            raise missing
+    except (FileNotFoundError, NotADirectoryError):
+        raise missing from None
+    except OSError as exc:
+        raise _refused(exc, path) from exc
+    target = path / DESCRIPTOR_NAME
+    os.close(open_private_dir(path))
+    try:
+        check_path(target, "the vault's descriptor")
+        raw = target.read_bytes()
+    except FileNotFoundError:
+        raise missing from None
+    except OSError as exc:
+        raise _refused(exc, path) from exc
+    try:
+        parsed = _DescriptorFile.model_validate_json(raw)
+        vault_id = bytes.fromhex(parsed.vault_id)
+    except (ValidationError, ValueError) as exc:
+        raise FormatError(
+            "the vault's descriptor is damaged", hint="restore the file VAULT from a backup"
+        ) from exc
+    if parsed.format != FORMAT_VERSION:
+        raise UnsupportedVersionError(
+            f"the vault has format {parsed.format}, this kvvault reads {FORMAT_VERSION}",
+            hint="install the kvvault that made it",
+        )
+    if len(vault_id) != ID_BYTES:
+        raise FormatError(
+            "the vault's descriptor is damaged", hint="restore the file VAULT from a backup"
+        )
+    for sub in (segments_path(path), locks_path(path)):
+        if not sub.is_dir() or sub.is_symlink():
+            raise UnsafeFileError(
+                f"{sub.name}/ is missing from the vault or is not a directory",
+                hint=f"restore it: mkdir -m 700 {sub}",
+            )
+    return Descriptor(vault_id, parsed.provider)
+
+
+def _refused(exc: OSError, path: Path) -> StorageError:
+    return StorageError(
+        f"cannot use {path}: {os.strerror(exc.errno or 0).lower()}",
+        hint="check owner, mode, space and mount options of the directory",
+        errno=exc.errno,
+    )

@@ -1,0 +1,200 @@
+"""Loads: from a location in the index to authenticated bytes in the caller's buffer, or zeros.
+
+The order matters. Ciphertext is read into private staging first, without any lock, because a disk
+may hang. Then, under the fence: is the segment still alive in the catalog, may the buffers still be
+touched (guard), decrypt. So once an eraser has passed the fence nothing it revoked is published,
+and it never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from kvvault.counters import Counters
+from kvvault.crypto.aead import SegmentCipher, wipe
+from kvvault.errors import (
+    ClosedError,
+    KeyDestroyedError,
+    KeyUnavailableError,
+    KvvaultError,
+    StorageError,
+    UnsafeFileError,
+    WrongKeyError,
+)
+from kvvault.model import Guard, Outcome
+from kvvault.segments.fence import Fence
+from kvvault.segments.index import Location
+from kvvault.segments.io import ShortReadError
+from kvvault.segments.store import (
+    Staging,
+    Wanted,
+    batches,
+    open_block,
+    read_ciphertext,
+)
+from kvvault.view import LiveSegment, View
+
+log = logging.getLogger(__name__)
+
+
+class AlwaysGuard:
+    """The guard of a caller that waits for the result and keeps its buffers."""
+
+    def enter(self) -> bool:
+        return True
+
+    def leave(self) -> None:
+        return None
+
+
+ALWAYS: Guard = AlwaysGuard()
+
+NOWHERE = bytes(16)
+"""An id that no block has: ids are HMACs."""
+
+
+class Reader:
+    """Reads blocks. Any number of threads; each has staging memory of its own."""
+
+    def __init__(self, view: View, fence: Fence, counters: Counters, batch_bytes: int) -> None:
+        self._view = view
+        self._fence = fence
+        self._counters = counters
+        self._batch_bytes = batch_bytes
+        self._local = threading.local()
+
+    def get(
+        self, block_ids: Sequence[bytes], buffers: Sequence[memoryview], guard: Guard
+    ) -> list[Outcome]:
+        """Fill `buffers`; all have the block's size. Every buffer that is not a HIT is zeroed,
+        except ABANDONED ones, which are not touched."""
+        outcomes: list[Outcome] = [Outcome.MISS] * len(block_ids)
+        found: dict[int, list[tuple[int, Location]]] = {}
+        for i, block_id in enumerate(block_ids):
+            location = self._view.find(block_id)
+            if location is not None:
+                found.setdefault(location.number, []).append((i, location))
+        for number, members in found.items():
+            segment = self._view.segment(number)
+            if segment is None:
+                continue
+            members.sort(key=lambda member: member[1].slot)
+            for batch in batches(len(members), segment.place.block_bytes, self._batch_bytes):
+                chosen = [members[j] for j in batch]
+                results = self._load(
+                    segment,
+                    [
+                        Wanted(at.slot, block_ids[i], segment.records[at.slot], buffers[i])
+                        for i, at in chosen
+                    ],
+                    guard,
+                )
+                for (i, at), outcome in zip(chosen, results, strict=True):
+                    outcomes[i] = outcome
+                    if outcome is Outcome.TAMPERED:
+                        self._view.discard(block_ids[i], at)
+        self._zero_failures(outcomes, buffers, guard)
+        self._counters.outcomes(outcomes)
+        return outcomes
+
+    def _load(self, segment: LiveSegment, wanted: Sequence[Wanted], guard: Guard) -> list[Outcome]:
+        """One batch of one segment."""
+        n = len(wanted)
+        try:
+            cipher = self._view.cipher(segment)
+            file = self._view.file(segment)
+            sealed = read_ciphertext(file, segment.place.block_bytes, wanted, self._staging())
+        except KeyUnavailableError:
+            return [Outcome.KEY_UNAVAILABLE] * n
+        except (KeyDestroyedError, ClosedError):
+            return [Outcome.MISS] * n  # it died while we looked
+        except WrongKeyError:
+            self._refuse(segment, "its key does not open or does not match its commitment")
+            return [Outcome.TAMPERED] * n
+        except UnsafeFileError:
+            self._refuse(segment, "its file is not a private file of ours")
+            return [Outcome.TAMPERED] * n
+        except FileNotFoundError:
+            return self._missing_file(segment, n)
+        except KvvaultError:
+            return [Outcome.IO_FAILED] * n
+        try:
+            return self._publish(segment, cipher, wanted, sealed, guard)
+        except ClosedError:
+            return [Outcome.MISS] * n
+        except KvvaultError:
+            return [Outcome.IO_FAILED] * n  # the catalog did not answer: when in doubt, miss
+
+    def _publish(
+        self,
+        segment: LiveSegment,
+        cipher: SegmentCipher,
+        wanted: Sequence[Wanted],
+        sealed: Sequence[memoryview | StorageError],
+        guard: Guard,
+    ) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        with self._fence.shared():
+            self._view.refresh()
+            if self._view.segment(segment.number) is not segment:
+                return [Outcome.MISS] * len(wanted)
+            if not guard.enter():
+                return [Outcome.ABANDONED] * len(wanted)
+            try:
+                for item, data in zip(wanted, sealed, strict=True):
+                    if isinstance(data, ShortReadError):
+                        self._view.discard(item.block_id, Location(segment.number, item.slot))
+                        self._counters.add(lost=1)
+                        outcomes.append(Outcome.MISS)
+                    elif isinstance(data, StorageError):
+                        outcomes.append(Outcome.IO_FAILED)
+                    elif open_block(segment.place, cipher, item, data):
+                        outcomes.append(Outcome.HIT)
+                    else:
+                        log.error(
+                            "a block of segment %s failed authentication: it was altered on disk",
+                            segment.place.segment_id.hex(),
+                        )
+                        outcomes.append(Outcome.TAMPERED)
+            finally:
+                guard.leave()
+        return outcomes
+
+    def _zero_failures(
+        self, outcomes: list[Outcome], buffers: Sequence[memoryview], guard: Guard
+    ) -> None:
+        failed = [
+            i
+            for i, outcome in enumerate(outcomes)
+            if outcome not in (Outcome.HIT, Outcome.ABANDONED)
+        ]
+        if failed and guard.enter():
+            try:
+                for i in failed:
+                    wipe(buffers[i])
+            finally:
+                guard.leave()
+
+    def _missing_file(self, segment: LiveSegment, n: int) -> list[Outcome]:
+        """A file that is gone: erased a moment ago, or lost (then recovery clears the row)."""
+        try:
+            self._view.refresh()
+        except KvvaultError:
+            return [Outcome.IO_FAILED] * n
+        if self._view.segment(segment.number) is segment:
+            self._view.discard_segment(segment)
+            self._counters.add(lost=n)
+            log.error("the file of segment %s is missing", segment.place.segment_id.hex())
+        return [Outcome.MISS] * n
+
+    def _refuse(self, segment: LiveSegment, reason: str) -> None:
+        self._view.discard_segment(segment)
+        log.error("segment %s is not trusted: %s", segment.place.segment_id.hex(), reason)
+
+    def _staging(self) -> Staging:
+        staging = getattr(self._local, "staging", None)
+        if not isinstance(staging, Staging):
+            staging = self._local.staging = Staging()
+        return staging

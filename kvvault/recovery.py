@@ -1,0 +1,163 @@
+"""What opening a vault repairs after processes that died (promise 2: nothing untracked).
+
+Runs in one process at a time (the caller holds the recovery lock) while other processes may be
+working in the same vault. What makes that safe:
+
+- a segment's row is committed before its file is made, so a file listed *before* the rows were read
+  and without a row has no owner;
+- a writer holds a lock on its file as long as it lives, so an open segment whose lock is free has
+no
+  owner (neither an age nor a process id would prove that);
+- a writer's commit fails once the segment is not open any more, so a writer that was judged too
+  early loses a cache entry and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvvault.catalog import operations
+from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.operations import SegmentRow
+from kvvault.model import RecoveryReport, SegmentState
+from kvvault.segments.format import parse_segment_name, segment_name
+from kvvault.segments.io import SegmentDir, SegmentFile
+
+log = logging.getLogger(__name__)
+
+PROBE_PREFIX = ".probe-"
+
+CountIntact = Callable[[SegmentRow, SegmentFile], int]
+"""How many leading blocks of a segment authenticate; all of them when its key is unavailable."""
+
+
+@dataclass
+class Recovery:
+    """One recovery run. `boot_id` is the running kernel's; see `catalog.schema.segments`."""
+
+    catalog: Catalog
+    directory: SegmentDir
+    boot_id: str
+    count_intact: CountIntact
+
+    def run(self) -> RecoveryReport:
+        """Repair everything; what was done is logged and returned.
+
+        Raises:
+            StorageError, CatalogError: the repair could not be completed; running it again resumes.
+        """
+        files = dict(self.directory.names())  # before the rows: see above
+        rows = self.catalog.read(operations.list_segments)
+        report = self._destroy_unknown(files, rows)
+        for row in rows:
+            name = segment_name(row.facts.segment_id)
+            if row.facts.state is SegmentState.OPEN:
+                report = self._close_abandoned(row, report)
+            elif row.facts.state is SegmentState.SEALED:
+                if files.get(name) != row.facts.data_bytes:
+                    report = self._fit_sealed(row, report)
+            elif row.facts.state is SegmentState.REVOKED:
+                report = self._finish_deletion(row, report)
+        if not report.clean:
+            self.directory.sync()
+            log.warning(
+                "the vault was not closed cleanly: sealed %d segments, cut %d bytes, destroyed %d "
+                "files without a row (%d bytes), lost %d segments and %d blocks, finished %d "
+                "deletions",
+                report.sealed_segments,
+                report.cut_bytes,
+                report.destroyed_files,
+                report.destroyed_bytes,
+                report.lost_segments,
+                report.lost_blocks,
+                report.finished_deletions,
+            )
+        return report
+
+    def _destroy_unknown(self, files: dict[str, int], rows: list[SegmentRow]) -> RecoveryReport:
+        wanted = (SegmentState.OPEN, SegmentState.SEALED, SegmentState.REVOKED)
+        known = {segment_name(r.facts.segment_id) for r in rows if r.facts.state in wanted}
+        unknown = {
+            name: size
+            for name, size in files.items()
+            if name not in known and (parse_segment_name(name) or name.startswith(PROBE_PREFIX))
+        }
+        segments = [name for name in unknown if not name.startswith(PROBE_PREFIX)]
+        if segments:
+            log.warning("destroying %d segment files that the catalog does not know", len(segments))
+        for name in unknown:
+            self.directory.unlink(name)
+        return RecoveryReport(
+            destroyed_files=len(segments), destroyed_bytes=sum(unknown[name] for name in segments)
+        )
+
+    def _close_abandoned(self, row: SegmentRow, report: RecoveryReport) -> RecoveryReport:
+        try:
+            file = self.directory.open(segment_name(row.facts.segment_id), writable=True)
+        except FileNotFoundError:
+            return self._lose(row, report)
+        if not file.try_lock():
+            return report  # its owner lives
+        # The owner may have committed more, or have sealed it, between our read and its death.
+        fresh = self.catalog.read(lambda c: operations.get_segment(c, row.facts.segment_id))
+        if fresh is None or fresh.facts.state is not SegmentState.OPEN:
+            return report
+        report = self._fit(fresh, file, report)
+        file.sync()
+        self.catalog.write(lambda c: operations.seal_segment(c, row.facts.segment_id))
+        return replace(report, sealed_segments=report.sealed_segments + 1)
+
+    def _fit_sealed(self, row: SegmentRow, report: RecoveryReport) -> RecoveryReport:
+        try:
+            file = self.directory.open(segment_name(row.facts.segment_id), writable=True)
+        except FileNotFoundError:
+            return self._lose(row, report)
+        return self._fit(row, file, report)
+
+    def _fit(self, row: SegmentRow, file: SegmentFile, report: RecoveryReport) -> RecoveryReport:
+        """Make file and row agree: cut what was not committed, forget what is not there."""
+        facts = row.facts
+        present = min(facts.blocks, file.size // facts.block_bytes)
+        if facts.state is SegmentState.OPEN and row.boot_id != self.boot_id and present:
+            # The machine went down before this segment was synced: its bytes may be anything.
+            present = min(present, self.count_intact(row, file))
+        if present < facts.blocks:
+            if present == 0:
+                return self._lose(row, report)
+            self.catalog.write(lambda c: operations.keep_prefix(c, facts.segment_id, present))
+            fresh = self.catalog.read(lambda c: operations.get_segment(c, facts.segment_id))
+            left = 0 if fresh is None else fresh.facts.blocks
+            report = replace(report, lost_blocks=report.lost_blocks + facts.blocks - left)
+            present = left
+        if present == 0:
+            return self._discard_empty(row, report)
+        excess = file.size - present * facts.block_bytes
+        if excess > 0:
+            file.truncate(present * facts.block_bytes)
+            report = replace(report, cut_bytes=report.cut_bytes + excess)
+        return report
+
+    def _discard_empty(self, row: SegmentRow, report: RecoveryReport) -> RecoveryReport:
+        ids = [row.facts.segment_id]
+        self.catalog.write(lambda c: operations.revoke_segments(c, ids))
+        return self._finish_deletion(row, report, count=False)
+
+    def _lose(self, row: SegmentRow, report: RecoveryReport) -> RecoveryReport:
+        ids = [row.facts.segment_id]
+        self.catalog.write(lambda c: operations.revoke_segments(c, ids, state=SegmentState.LOST))
+        self.catalog.write(lambda c: operations.drop_extents(c, ids))
+        self.directory.unlink(segment_name(row.facts.segment_id))
+        return replace(
+            report,
+            lost_segments=report.lost_segments + 1,
+            lost_blocks=report.lost_blocks + row.facts.blocks,
+        )
+
+    def _finish_deletion(
+        self, row: SegmentRow, report: RecoveryReport, *, count: bool = True
+    ) -> RecoveryReport:
+        self.directory.unlink(segment_name(row.facts.segment_id))
+        self.catalog.write(lambda c: operations.finish_deletion(c, [row.facts.segment_id]))
+        return replace(report, finished_deletions=report.finished_deletions + int(count))

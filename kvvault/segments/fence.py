@@ -1,0 +1,129 @@
+"""The fence: how an eraser makes sure that nobody is still publishing what it revoked.
+
+A reader holds the fence shared while it checks that a segment is alive, decrypts into the caller's
+buffers and hands them over. An eraser commits the revocation first, then takes the fence
+exclusively once: everybody who looked before the commit has left by then, everybody who comes later
+sees the revocation. Readers hold it for CPU work only, never across a read from disk, so a hung
+disk cannot hold up an erasure.
+
+Two locks, because flock is not fair: readers pass the *gate* shared (for a microsecond) on their
+way in, the eraser closes the gate and then waits for the fence, so new readers cannot starve it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvvault.errors import VaultLockedError
+from kvvault.segments.io import check_private_file, open_private_dir
+
+_POLL_S = 0.001
+
+
+class Fence:
+    """Inter-process and inter-thread reader/eraser lock in a directory of lock files.
+
+    Thread-safe. Each entry uses a descriptor pair of its own (flock belongs to the open file, not
+    to the process), taken from a pool so that the usual entry costs four system calls.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._dir = open_private_dir(directory)
+        self._pool: list[tuple[int, int]] = []
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        with self._lock:
+            for gate, fence in self._pool:
+                os.close(gate)
+                os.close(fence)
+            self._pool.clear()
+            if self._dir >= 0:
+                os.close(self._dir)
+                self._dir = -1
+
+    def _open(self, name: str) -> int:
+        fd = os.open(
+            name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._dir
+        )
+        check_private_file(fd, "a lock file")
+        return fd
+
+    @contextlib.contextmanager
+    def _pair(self) -> Iterator[tuple[int, int]]:
+        with self._lock:
+            pair = self._pool.pop() if self._pool else None
+        if pair is None:
+            pair = (self._open("gate"), self._open("fence"))
+        try:
+            yield pair
+        finally:
+            with self._lock:
+                if self._dir >= 0:
+                    self._pool.append(pair)
+                else:
+                    os.close(pair[0])
+                    os.close(pair[1])
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold the fence as a reader. Waits only while an eraser is passing."""
+        with self._pair() as (gate, fence):
+            fcntl.flock(gate, fcntl.LOCK_SH)
+            try:
+                fcntl.flock(fence, fcntl.LOCK_SH)
+            finally:
+                fcntl.flock(gate, fcntl.LOCK_UN)
+            try:
+                yield
+            finally:
+                fcntl.flock(fence, fcntl.LOCK_UN)
+
+    def drain(self, timeout: float) -> None:
+        """Wait until every reader that was inside when this was called has left.
+
+        Raises:
+            VaultLockedError: a reader did not leave within `timeout` seconds (a stopped process).
+        """
+        until = time.monotonic() + timeout
+        with self._pair() as (gate, fence):
+            _lock_until(gate, until)
+            try:
+                _lock_until(fence, until)
+                fcntl.flock(fence, fcntl.LOCK_UN)
+            finally:
+                fcntl.flock(gate, fcntl.LOCK_UN)
+
+    @contextlib.contextmanager
+    def exclusive(self, name: str, timeout: float) -> Iterator[None]:
+        """A plain exclusive lock of another name, for what one process must do alone (recovery).
+
+        Raises:
+            VaultLockedError: somebody else holds it for longer than `timeout` seconds.
+        """
+        fd = self._open(name)
+        try:
+            _lock_until(fd, time.monotonic() + timeout)
+            yield
+        finally:
+            os.close(fd)
+
+
+def _lock_until(fd: int, until: float) -> None:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise VaultLockedError(
+                    "another process holds a lock on the vault and does not let go",
+                    hint="find the stopped process (fuser on the vault's locks directory)",
+                ) from None
+            time.sleep(_POLL_S)

@@ -1,0 +1,360 @@
+"""The one place that touches segment files: safe opens, aligned buffers, whole reads and writes.
+
+Opens are relative to a held directory descriptor and never follow links; what is opened must be a
+regular file of ours, with one name and mode 0600 (REQ-F1, REQ-F2). O_DIRECT is used where the file
+system takes it (one probe per directory), because KV traffic would otherwise push the page cache
+out of memory and be copied once more; elsewhere I/O is buffered.
+
+Every call here may block for as long as the disk likes. None may run on a scheduler thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvvault.errors import StorageError, UnsafeFileError
+from kvvault.model import PAGE_BYTES
+
+_IOV_MAX = 1024  # Linux UIO_MAXIOV
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class AlignedBuffer:
+    """Page-aligned private memory. Not thread-safe: each worker thread owns its own.
+
+    Anonymous, so it never reaches a file; excluded from core dumps, since loads decrypt out of it
+    and stores read plaintext next to it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._map = mmap.mmap(-1, max(size, PAGE_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):
+            self._map.madvise(mmap.MADV_DONTDUMP)
+        self.view = memoryview(self._map)
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+
+class ShortReadError(StorageError):
+    """The file ends before the block does: its bytes are missing, which is not an I/O error."""
+
+
+class SegmentFile:
+    """One open segment file. Reads at distinct offsets may run concurrently; writers are alone.
+
+    The descriptor is closed when the last reference goes (CPython counts references), so a reader
+    in another thread never sees it closed, or worse, reused, under its hands.
+    """
+
+    __slots__ = ("_fd", "name")
+
+    def __init__(self, fd: int, name: str) -> None:
+        self._fd = fd
+        self.name = name
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data` at `offset`. With O_DIRECT all three must be page-aligned.
+
+        Raises:
+            StorageError: the disk is full, read-only or broken; some bytes may have been written.
+        """
+        done = 0
+        while done < len(data):
+            try:
+                n = os.pwrite(self._fd, data[done:], offset + done)
+            except OSError as exc:
+                raise _storage_error(exc, "write a segment") from exc
+            if n == 0:
+                raise StorageError(
+                    "a segment file takes no more bytes",
+                    hint="check the disk under the vault",
+                    errno=errno.EIO,
+                )
+            done += n
+
+    def read(self, offset: int, parts: Sequence[memoryview]) -> None:
+        """Fill `parts`, in order, with the bytes from `offset` on: one system call as a rule.
+
+        Raises:
+            ShortReadError: the file ends too early.
+            StorageError: the disk is broken.
+        """
+        pending = list(parts)
+        while pending:
+            try:
+                n = os.preadv(self._fd, pending[:_IOV_MAX], offset)
+            except OSError as exc:
+                raise _storage_error(exc, "read a segment") from exc
+            if n == 0:
+                raise ShortReadError(
+                    "a segment file is shorter than the catalog says",
+                    hint="run `kvvault verify`; the missing blocks are treated as misses",
+                )
+            offset += n
+            while pending and n >= len(pending[0]):
+                n -= len(pending.pop(0))
+            if n:
+                # After a partial direct read the rest may be unaligned; it then fails with EINVAL
+                # and counts as an I/O error, which is a miss.
+                pending[0] = pending[0][n:]
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def truncate(self, size: int) -> None:
+        try:
+            os.ftruncate(self._fd, size)
+        except OSError as exc:
+            raise _storage_error(exc, "shorten a segment") from exc
+
+    def sync(self) -> None:
+        """Make the file's bytes durable.
+
+        Raises:
+            StorageError: they are not, and never will be: Linux drops the dirty pages of a failed
+                fsync, so the caller must discard the segment, not retry (REQ-F3).
+        """
+        try:
+            os.fdatasync(self._fd)
+        except OSError as exc:
+            raise _storage_error(exc, "sync a segment") from exc
+
+    def try_lock(self) -> bool:
+        """Take the writer's lock. The kernel drops it when its holder dies, however it dies, so a
+        free lock proves that nobody writes (a process id or an age would not)."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+class SegmentDir:
+    """The directory of segment files. Thread-safe: it holds nothing but a directory descriptor."""
+
+    def __init__(self, path: Path) -> None:
+        """Open an existing directory.
+
+        Raises:
+            UnsafeFileError: it is a link, belongs to somebody else or others may enter it.
+            StorageError: it cannot be opened.
+        """
+        self._path = path
+        self._fd = open_private_dir(path)
+        self._direct = False
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    @property
+    def direct(self) -> bool:
+        """Whether files are opened with O_DIRECT (after `probe_direct`)."""
+        return self._direct
+
+    def probe_direct(self) -> bool:
+        """Find out whether O_DIRECT works here, with one page in a file of its own."""
+        self._direct = False
+        if not _O_DIRECT:
+            return False
+        name = f".probe-{secrets.token_hex(8)}"
+        page = mmap.mmap(-1, PAGE_BYTES)
+        try:
+            fd = os.open(
+                name, os.O_CREAT | os.O_EXCL | os.O_RDWR | _OPEN | _O_DIRECT, 0o600, dir_fd=self._fd
+            )
+        except OSError:
+            # Some file systems create the file, then refuse the flag.
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self._fd)
+            return False
+        try:
+            os.pwrite(fd, page, 0)
+            self._direct = os.preadv(fd, [page], 0) == PAGE_BYTES
+        except OSError:
+            self._direct = False
+        finally:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self._fd)
+            page.close()
+        return self._direct
+
+    def create(self, name: str) -> SegmentFile:
+        """Create a file for writing, locked, mode 0600 whatever the umask.
+
+        Raises:
+            StorageError: the disk is full or read-only, or the name exists.
+        """
+        file = self._open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+        if not file.try_lock():
+            raise StorageError("a new segment is locked by somebody else", hint="open it again")
+        return file
+
+    def open(self, name: str, *, writable: bool = False) -> SegmentFile:
+        """Open an existing file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            UnsafeFileError: it is not a file of ours.
+            StorageError: it cannot be opened.
+        """
+        return self._open(name, os.O_RDWR if writable else os.O_RDONLY)
+
+    def _open(self, name: str, flags: int) -> SegmentFile:
+        try:
+            fd = os.open(
+                name,
+                flags | _OPEN | (_O_DIRECT if self._direct else 0),
+                0o600,
+                dir_fd=self._fd,
+            )
+        except FileNotFoundError:
+            raise
+        except OSError as exc:
+            if exc.errno == errno.ELOOP:
+                raise UnsafeFileError(
+                    "a segment file is a symbolic link",
+                    hint="remove it: kvvault never makes links",
+                ) from exc
+            raise _storage_error(exc, "open a segment") from exc
+        file = SegmentFile(fd, name)
+        if flags & os.O_CREAT:
+            os.fchmod(fd, 0o600)
+        check_private_file(fd, "a segment file")
+        return file
+
+    def unlink(self, name: str) -> bool:
+        """Remove a file; False when there was none.
+
+        Raises:
+            StorageError: it is still there.
+        """
+        try:
+            os.unlink(name, dir_fd=self._fd)
+        except FileNotFoundError:
+            return False
+        except OSError as exc:
+            raise _storage_error(exc, "remove a segment") from exc
+        return True
+
+    def names(self) -> Iterator[tuple[str, int]]:
+        """(name, bytes) of everything in the directory, whoever made it. Sizes are those of the
+        entry itself, links not followed."""
+        with os.scandir(self._fd) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    yield entry.name, entry.stat(follow_symlinks=False).st_size
+
+    def sync(self) -> None:
+        """Make creations and removals durable."""
+        try:
+            os.fsync(self._fd)
+        except OSError as exc:
+            raise _storage_error(exc, "sync the segment directory") from exc
+
+
+def open_private_dir(path: Path) -> int:
+    """A descriptor of a directory that is ours alone; group and other bits are taken away.
+
+    Raises:
+        UnsafeFileError: a link, or somebody else's.
+        StorageError: it cannot be opened.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _OPEN)
+    except OSError as exc:
+        if exc.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise UnsafeFileError(
+                f"{path} is not a directory of its own (a link or a file)",
+                hint="name the real directory",
+            ) from exc
+        raise _storage_error(exc, f"open {path}") from exc
+    info = os.fstat(fd)
+    if info.st_uid != os.geteuid():
+        os.close(fd)
+        raise UnsafeFileError(
+            f"{path} belongs to user {info.st_uid}, not to the user running kvvault",
+            hint="run as its owner, or create a vault of your own",
+        )
+    if stat.S_IMODE(info.st_mode) & 0o077:
+        try:
+            os.fchmod(fd, 0o700)
+        except OSError as exc:
+            os.close(fd)
+            raise UnsafeFileError(
+                f"{path} is open to other accounts and its mode cannot be changed",
+                hint=f"chmod 700 {path}",
+            ) from exc
+    return fd
+
+
+def check_private_file(fd: int, what: str) -> None:
+    """Refuse anything but a regular file of ours, mode 0600, with exactly one name.
+
+    Raises:
+        UnsafeFileError: it is something else.
+    """
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        problem = "is not a regular file"
+    elif info.st_uid != os.geteuid():
+        problem = "belongs to another account"
+    elif info.st_nlink != 1:
+        problem = "has more than one name"
+    elif stat.S_IMODE(info.st_mode) & 0o077:
+        problem = "is open to other accounts"
+    else:
+        return
+    raise UnsafeFileError(f"{what} {problem}", hint="run `kvvault doctor`")
+
+
+def _storage_error(exc: OSError, what: str) -> StorageError:
+    hints = {
+        errno.ENOSPC: "free some space or move the vault",
+        errno.EDQUOT: "raise the quota or move the vault",
+        errno.EROFS: "mount the file system writable or move the vault",
+        errno.EACCES: "check owner and mode with `kvvault doctor`",
+        errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    }
+    return StorageError(
+        f"cannot {what}: {os.strerror(exc.errno or 0).lower()}",
+        hint=hints.get(exc.errno or 0, "check the disk under the vault"),
+        errno=exc.errno,
+    )
+
+
+def check_path(path: Path, what: str) -> None:
+    """`check_private_file` for a path; links are not followed.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        UnsafeFileError: something else is.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OPEN)
+    except FileNotFoundError:
+        raise
+    except OSError as exc:
+        if exc.errno == errno.ELOOP:
+            raise UnsafeFileError(f"{what} is a symbolic link", hint="remove it") from exc
+        raise _storage_error(exc, f"open {what}") from exc
+    try:
+        check_private_file(fd, what)
+    finally:
+        os.close(fd)

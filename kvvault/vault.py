@@ -1,0 +1,613 @@
+"""The facade: everything outside the core goes through `Vault`.
+
+A vault is one directory (see `kvvault.segments.format`) plus a key provider elsewhere. Several
+processes may have it open at once: the catalog is the truth, and each process follows it.
+
+Threads: any method from any thread. `Vault.contains` (and `Scope.block_id`) never block and never
+raise; they are for scheduler threads. Everything else may wait for disk, catalog or key provider.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from sqlalchemy import Connection
+
+from kvvault import layout
+from kvvault.catalog import operations
+from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.operations import TenantRow
+from kvvault.checking import Checker
+from kvvault.counters import Counters
+from kvvault.crypto.keys import TenantKeys
+from kvvault.crypto.providers import open_provider
+from kvvault.crypto.providers.base import KeyProvider, ProviderInfo
+from kvvault.errors import ClosedError, KvvaultError, UsageError, VaultNotFoundError
+from kvvault.keyring import KeyRing
+from kvvault.model import (
+    Buffer,
+    Clock,
+    Guard,
+    Namespace,
+    NamespaceFacts,
+    Outcome,
+    PutReport,
+    RecoveryReport,
+    SegmentFacts,
+    SystemClock,
+    TenantFacts,
+    VaultStats,
+    VerifyReport,
+)
+from kvvault.options import VaultOptions
+from kvvault.reading import ALWAYS, NOWHERE, Reader
+from kvvault.recovery import Recovery
+from kvvault.segments.fence import Fence
+from kvvault.segments.format import MAX_BLOCK_BYTES, segment_name
+from kvvault.segments.io import SegmentDir
+from kvvault.segments.store import Progress
+from kvvault.view import View
+from kvvault.writing import Writer
+
+log = logging.getLogger(__name__)
+
+_MAX_TENANT_NAME = 256
+
+
+class Scope:
+    """A tenant and a namespace: where blocks are put and looked for. Made by `Vault.scope`."""
+
+    __slots__ = ("_keys", "namespace", "tenant_id")
+
+    def __init__(self, tenant: TenantKeys, namespace: Namespace) -> None:
+        self._keys = tenant
+        self.tenant_id = tenant.tenant_id
+        self.namespace = namespace
+
+    def __repr__(self) -> str:
+        return "<Scope>"
+
+    def block_id(self, key: bytes) -> bytes:
+        """The id under which the engine's block `key` is kept: 16 bytes. No I/O.
+
+        Raises:
+            ClosedError: the tenant was forgotten or the vault closed.
+        """
+        return self._keys.block_id(self.namespace.digest, key)
+
+    def segment_keys(self) -> TenantKeys:
+        """The tenant's keys, for the writer."""
+        return self._keys
+
+
+class Vault:
+    """An open vault. Use `create` or `open`; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        path: Path,
+        descriptor: layout.Descriptor,
+        provider: KeyProvider,
+        options: VaultOptions,
+        clock: Clock,
+        *,
+        read_only: bool,
+    ) -> None:
+        """Not for callers: see `create` and `open`."""
+        self.path = path
+        self.read_only = read_only
+        self.options = options
+        self.recovery = RecoveryReport()
+        self._vault_id = descriptor.vault_id
+        self._provider = provider
+        self._clock = clock
+        self._counters = Counters()
+        self._stop = threading.Event()
+        self._closed = False
+        self._directory = SegmentDir(layout.segments_path(path))
+        self._fence = Fence(layout.locks_path(path))
+        try:
+            if not read_only and options.direct is not False:
+                self._directory.probe_direct()
+            with self._exclusively():
+                self._catalog, self._ring = self._open_catalog(descriptor)
+                self._view = View(self._vault_id, self._catalog, self._directory, self._ring)
+                self._reader = Reader(self._view, self._fence, self._counters, options.batch_bytes)
+                if not read_only:
+                    self.recovery = Recovery(
+                        self._catalog,
+                        self._directory,
+                        layout.boot_id(),
+                        self._checker().count_intact,
+                    ).run()
+        except BaseException:
+            self._fence.close()
+            self._directory.close()
+            raise
+        self._writer = Writer(
+            self._vault_id,
+            self._catalog,
+            self._directory,
+            self._view,
+            self._counters,
+            options,
+            clock,
+        )
+        self._view.when_segment_dies(self._writer.segment_died)
+        self._view.refresh()
+        self._watcher = threading.Thread(target=self._watch, name="kvvault-watch", daemon=True)
+        self._watcher.start()
+
+    # -- creating and opening ---------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        path: Path | str,
+        *,
+        provider: str | KeyProvider | None = None,
+        options: VaultOptions | None = None,
+        clock: Clock | None = None,
+    ) -> Vault:
+        """Make a vault in a new or empty directory and open it.
+
+        `provider` is a key provider's URI; the default is a new key file below the user's data
+        directory, outside the vault.
+
+        Raises:
+            VaultExistsError: there is something at `path` already.
+            UnsafeFileError, StorageError: the directory cannot be made safely.
+            VaultKeyError, UsageError: the provider does not work or is unknown.
+        """
+        path = Path(path)
+        layout.refuse_occupied(path)
+        vault_id = layout.new_vault_id()
+        if provider is None:
+            provider = layout.default_provider_uri(vault_id)
+        keeper = open_provider(provider, create=True) if isinstance(provider, str) else provider
+        descriptor = layout.Descriptor(vault_id, keeper.describe().uri)
+        layout.build(path, descriptor)
+        return cls._start(path, descriptor, keeper, options, clock, read_only=False)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str,
+        *,
+        provider: str | KeyProvider | None = None,
+        options: VaultOptions | None = None,
+        clock: Clock | None = None,
+        read_only: bool = False,
+    ) -> Vault:
+        """Open a vault, repairing what a crash left (see `kvvault.recovery`).
+
+        `provider` overrides the one named in the vault's descriptor (a moved key file). With
+        `read_only` nothing is changed or repaired, and nothing can be put or deleted.
+
+        Raises:
+            VaultNotFoundError: there is no vault at `path`.
+            WrongKeyError: the provider's key is missing or is not this vault's.
+            KeyUnavailableError: the provider does not answer.
+            UnsafeFileError, StorageError, CatalogCorruptError, UnsupportedVersionError,
+            VaultLockedError.
+        """
+        path = Path(path)
+        descriptor = layout.read_descriptor(path)
+        chosen = descriptor.provider if provider is None else provider
+        keeper = open_provider(chosen) if isinstance(chosen, str) else chosen
+        return cls._start(path, descriptor, keeper, options, clock, read_only=read_only)
+
+    @classmethod
+    def _start(
+        cls,
+        path: Path,
+        descriptor: layout.Descriptor,
+        provider: KeyProvider,
+        options: VaultOptions | None,
+        clock: Clock | None,
+        *,
+        read_only: bool,
+    ) -> Vault:
+        layout.self_test()
+        vault = cls(
+            path,
+            descriptor,
+            provider,
+            options or VaultOptions(),
+            clock or SystemClock(),
+            read_only=read_only,
+        )
+        warning = vault.key_warning()
+        if warning:
+            log.warning("%s", warning)  # at every start (REQ-K7)
+        return vault
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """One process at a time creates, upgrades and repairs."""
+        if self.read_only:
+            yield
+        else:
+            with self._fence.exclusive("recovery", self.options.lock_timeout_s):
+                yield
+
+    def _open_catalog(self, descriptor: layout.Descriptor) -> tuple[Catalog, KeyRing]:
+        """The catalog and the keys that fit it. A new pair when the catalog is missing, or when the
+        only keys to it were in the memory of a process that is gone: nothing of what the segments
+        hold can be read then, and recovery destroys it, saying so."""
+        path = layout.catalog_path(self.path)
+        if layout.catalog_exists(path):
+            catalog = Catalog.open(path, read_only=self.read_only)
+            try:
+                epoch = catalog.read(lambda c: operations.get_meta(c, "root_epoch"))
+                wrapped = catalog.read(lambda c: operations.get_meta(c, "lookup_key"))
+                if epoch is not None and wrapped is not None:
+                    if not layout.keys_vanished(self._provider, epoch.decode()):
+                        return catalog, KeyRing.open(
+                            self._provider, self._vault_id, epoch.decode(), wrapped, self._clock
+                        )
+                    log.warning("the keys of this vault were in memory only and are gone")
+            except BaseException:
+                catalog.close()
+                raise
+            catalog.close()
+        elif not layout.is_new(self.path):
+            log.warning("the vault has no catalog; it starts empty, and what it held is destroyed")
+        if self.read_only:
+            raise VaultNotFoundError(
+                "the vault has nothing that can be read", hint="open it for writing once"
+            )
+        return self._start_empty(path)
+
+    def _start_empty(self, path: Path) -> tuple[Catalog, KeyRing]:
+        layout.remove_catalog(path)
+        ring, lookup = KeyRing.create(self._provider, self._vault_id, self._clock)
+        catalog = Catalog.open(path, create=True)
+
+        def write(connection: Connection) -> None:
+            operations.put_meta(connection, "vault_id", self._vault_id)
+            operations.put_meta(connection, "root_epoch", lookup.epoch.encode())
+            operations.put_meta(connection, "lookup_key", lookup.key)
+
+        try:
+            catalog.write(write)
+        except BaseException:
+            catalog.close()
+            raise
+        return catalog, ring
+
+    # -- blocks -----------------------------------------------------------------------------------
+
+    def scope(self, tenant: str, namespace: Namespace) -> Scope:
+        """The place of a tenant's blocks in a namespace; makes the tenant when it is new.
+
+        Raises:
+            UsageError: not a usable tenant name (empty, longer than 256 characters, control
+                characters).
+            VaultKeyError: the key provider does not answer or refuses.
+            StorageError, CatalogError: the catalog cannot be read or written.
+        """
+        self._check_open()
+        if not 0 < len(tenant) <= _MAX_TENANT_NAME or not tenant.isprintable():
+            raise UsageError(
+                "that is not a usable tenant name",
+                hint=f"use 1 to {_MAX_TENANT_NAME} printable characters",
+            )
+        if namespace.block_bytes > MAX_BLOCK_BYTES:
+            raise UsageError(
+                "blocks of that size are not supported", hint=f"at most {MAX_BLOCK_BYTES} bytes"
+            )
+        name_id = self._ring.name_id(tenant)
+        row = self._catalog.read(lambda c: operations.find_tenant(c, name_id))
+        if not self.read_only:
+            if row is None:
+                row = self._add_tenant(tenant)
+            self._catalog.write(lambda c: operations.add_namespace(c, namespace, self._clock.now()))
+        if row is None:
+            raise UsageError("the vault has no such tenant", hint="see `kvvault ls tenants`")
+        return Scope(self._ring.tenant(row), namespace)
+
+    def _add_tenant(self, name: str) -> TenantRow:
+        made, opened = self._ring.create_tenant(name)
+        kept = self._catalog.write(lambda c: operations.add_tenant(c, made))
+        if kept is made:
+            self._ring.adopt(opened)
+        else:
+            opened.close()  # another process was faster: its keys count
+        return kept
+
+    def contains(self, scope: Scope, keys: Sequence[bytes]) -> list[bool]:
+        """Which blocks are here, as this process knew when it last looked (at most
+        `VaultOptions.poll_interval_s` ago). Memory only: never blocks, never raises."""
+        try:
+            return [self._view.find(scope.block_id(key)) is not None for key in keys]
+        except ClosedError:
+            return [False] * len(keys)
+
+    def put(
+        self,
+        scope: Scope,
+        keys: Sequence[bytes],
+        buffers: Sequence[Buffer],
+        *,
+        guard: Guard | None = None,
+    ) -> PutReport:
+        """Encrypt and store blocks; returns when they are committed and findable.
+
+        `keys` are the engine's names of the blocks (any bytes); `buffers` are read only, each
+        C-contiguous and of exactly `namespace.block_bytes` bytes. Blocks that are here already are
+        not written again. What cannot be stored (disk full, provider down, guard says no) is
+        counted as refused: a cache that cannot store is no error. Committed blocks survive the
+        death of any process; a power failure may take the newest ones, which then are misses.
+
+        Raises:
+            ValueError: a buffer of another size, or as many keys as buffers there are not.
+            ClosedError: the vault is closed or read-only.
+        """
+        self._check_open()
+        if self.read_only:
+            raise ClosedError("the vault is open for reading only", hint="open it for writing")
+        views = _flat(scope, keys, buffers, writable=False)
+        try:
+            ids = [scope.block_id(key) for key in keys]
+        except ClosedError:
+            return PutReport(refused=len(keys))
+        return self._writer.put(scope.segment_keys(), scope.namespace, ids, views, guard or ALWAYS)
+
+    def get(
+        self,
+        scope: Scope,
+        keys: Sequence[bytes],
+        buffers: Sequence[Buffer],
+        *,
+        guard: Guard | None = None,
+    ) -> list[Outcome]:
+        """Load blocks into `buffers` (as for `put`, writable). A buffer holds its block's bytes,
+        authenticated, where the outcome is HIT; everywhere else it is zeroed (ABANDONED: not
+        touched). Never serves what a deletion that has returned took away.
+
+        Raises:
+            ValueError: as for `put`.
+            ClosedError: the vault is closed.
+        """
+        self._check_open()
+        views = _flat(scope, keys, buffers, writable=True)
+        try:
+            ids = [scope.block_id(key) for key in keys]
+        except ClosedError:
+            ids = []  # the tenant was forgotten
+        return self._reader.get(ids or [NOWHERE] * len(keys), views, guard or ALWAYS)
+
+    # -- deletion ---------------------------------------------------------------------------------
+
+    def delete_segments(self, segment_ids: Sequence[bytes]) -> int:
+        """Destroy segments; returns how many lived. When it returns, no process serves their blocks
+        any more, and their keys are gone from the catalog.
+
+        Raises:
+            VaultLockedError: a stopped process is in the middle of publishing a load; the segments
+                are revoked all the same.
+            StorageError, CatalogError.
+        """
+        ids = list(segment_ids)
+        return self._delete(lambda c: (operations.revoke_segments(c, ids), ids))
+
+    def forget(self, tenant: str) -> int:
+        """Destroy a tenant's key and with it everything of the tenant; returns its live segments.
+
+        Raises: as `delete_segments`.
+        """
+        name_id = self._ring.name_id(tenant)
+        row = self._catalog.read(lambda c: operations.find_tenant(c, name_id))
+        if row is None:
+            return 0
+        tenant_id = row.tenant_id
+
+        def revoke(connection: Connection) -> tuple[int, list[bytes]]:
+            ids = operations.forget_tenant(connection, tenant_id)
+            return len(ids), ids
+
+        self._ring.drop(tenant_id)
+        return self._delete(revoke)
+
+    def _delete(self, revoke: Callable[[Connection], tuple[int, list[bytes]]]) -> int:
+        self._check_open()
+        count, ids = self._catalog.write(revoke)
+        self._view.refresh()
+        self._fence.drain(self.options.lock_timeout_s)
+        for segment_id in ids:
+            self._directory.unlink(segment_name(segment_id))
+        self._catalog.write(lambda c: operations.finish_deletion(c, ids))
+        return count
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    def segments(self) -> list[SegmentFacts]:
+        """Every segment the catalog knows, tombstones included, oldest first."""
+        return [row.facts for row in self._catalog.read(operations.list_segments)]
+
+    def namespaces(self) -> list[NamespaceFacts]:
+        """Every namespace, oldest first."""
+        return self._catalog.read(operations.list_namespaces)
+
+    def tenants(self) -> list[TenantFacts]:
+        """Every tenant, oldest first; names only where their keys can be had."""
+        rows = self._catalog.read(operations.list_tenants)
+        usage: dict[bytes, list[SegmentFacts]] = {}
+        for facts in self.segments():
+            if facts.state.live and facts.tenant_id is not None:
+                usage.setdefault(facts.tenant_id, []).append(facts)
+        result = []
+        for row in rows:
+            try:
+                name: str | None = self._ring.name(row)
+            except KvvaultError:
+                name = None
+            mine = usage.get(row.tenant_id, [])
+            result.append(
+                TenantFacts(
+                    row.tenant_id,
+                    name,
+                    row.created_at,
+                    len(mine),
+                    sum(facts.blocks for facts in mine),
+                    sum(facts.data_bytes for facts in mine),
+                )
+            )
+        return result
+
+    def stats(self) -> VaultStats:
+        """Counters of this process and totals of the vault."""
+        live = [facts for facts in self.segments() if facts.state.live]
+        count = self._counters
+        return VaultStats(
+            segments=len(live),
+            blocks=sum(facts.blocks for facts in live),
+            data_bytes=sum(facts.data_bytes for facts in live),
+            tenants=len(self._catalog.read(operations.list_tenants)),
+            namespaces=len(self._catalog.read(operations.list_namespaces)),
+            index_bytes=self._view.index_bytes,
+            hits=count["hit"],
+            misses=count["miss"],
+            tampered=count["tampered"],
+            key_unavailable=count["key_unavailable"],
+            lost=count["lost"],
+            io_failed=count["io_failed"],
+            abandoned=count["abandoned"],
+            stored_blocks=count["stored_blocks"],
+            stored_bytes=count["stored_bytes"],
+            present_blocks=count["present_blocks"],
+            refused_blocks=count["refused_blocks"],
+        )
+
+    def counters(self) -> dict[str, int]:
+        """This process's counters alone: memory only, may be read on any thread."""
+        return self._counters.snapshot()
+
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        """Read and authenticate every live block. Repairs nothing.
+
+        Raises:
+            StorageError, CatalogError: the catalog cannot be read.
+        """
+        checker = self._checker()
+        rows = [row for row in self._catalog.read(operations.list_segments) if row.facts.state.live]
+        total = sum(row.facts.data_bytes for row in rows)
+        found: Counter[Outcome] = Counter()
+        damaged: list[bytes] = []
+        done = 0
+        for row in rows:
+            bad = False
+            for outcome in checker.check(row):
+                found[outcome] += 1
+                bad |= outcome is not Outcome.HIT
+                done += row.facts.block_bytes
+                if progress is not None:
+                    progress(done, total)
+            if bad:
+                damaged.append(row.facts.segment_id)
+        return VerifyReport(
+            segments=len(rows),
+            blocks=sum(found.values()),
+            data_bytes=total,
+            tampered=found[Outcome.TAMPERED],
+            lost=found[Outcome.MISS],
+            unreadable=found[Outcome.KEY_UNAVAILABLE] + found[Outcome.IO_FAILED],
+            damaged_segments=tuple(damaged),
+        )
+
+    def provider_info(self) -> ProviderInfo:
+        """Where the root keys are and what destroying one is worth."""
+        return self._provider.describe()
+
+    def key_warning(self) -> str | None:
+        """What is wrong with where the keys are, in one sentence; None when nothing is (REQ-K7)."""
+        location = self._provider.describe().location
+        if location is None or not layout.same_file_system(location, self.path):
+            return None
+        return (
+            f"the key file {location} is on the same file system as the vault: whoever copies the "
+            "disk has both (move the key, or use another key provider)"
+        )
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether segment files bypass the page cache."""
+        return self._directory.direct
+
+    # -- housekeeping -----------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Look now for what other processes committed."""
+        self._check_open()
+        self._view.refresh()
+
+    def _watch(self) -> None:
+        """Follow other processes while nothing else does. A catalog that cannot be read now is read
+        the next time; loads notice by themselves."""
+        while not self._stop.wait(self.options.poll_interval_s):
+            try:
+                self._view.refresh()
+            except KvvaultError as exc:
+                log.debug("the catalog could not be read: %s", exc)
+
+    def _checker(self) -> Checker:
+        return Checker(
+            self._vault_id, self._catalog, self._directory, self._ring, self.options.batch_bytes
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the vault is closed", hint="open it again")
+
+    def close(self) -> None:
+        """Seal what is open, commit, overwrite keys in memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop.set()
+        self._watcher.join()
+        self._writer.close()
+        self._view.close()
+        self._ring.close()
+        self._catalog.close()
+        self._fence.close()
+        self._directory.close()
+
+    def __enter__(self) -> Vault:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _flat(
+    scope: Scope, keys: Sequence[bytes], buffers: Sequence[Buffer], *, writable: bool
+) -> list[memoryview]:
+    """Byte views of the caller's buffers, zero-copy, checked."""
+    if len(keys) != len(buffers):
+        raise ValueError(f"{len(keys)} keys, but {len(buffers)} buffers")
+    views = []
+    for buffer in buffers:
+        view = memoryview(buffer)
+        if not view.c_contiguous:
+            raise ValueError("a block's buffer must be C-contiguous")
+        if view.nbytes != scope.namespace.block_bytes:
+            raise ValueError(
+                f"a block has {scope.namespace.block_bytes} bytes, a buffer has {view.nbytes}"
+            )
+        if writable and view.readonly:
+            raise ValueError("a block cannot be loaded into a read-only buffer")
+        views.append(view.cast("B"))
+    return views

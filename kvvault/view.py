@@ -1,0 +1,213 @@
+"""What this process knows of the vault: live segments, where each block is, keys to read them.
+
+There is one way in: rows that were committed, by this process or another, come through `refresh`.
+So a block is findable exactly when it is durable, whoever wrote it.
+
+Locks: `find` takes none (scheduler thread). `refresh` and everything that changes the view hold
+`_lock`. Ciphers and files are made on first use, by whoever needs them, under the segment's own
+lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from kvvault.catalog import operations
+from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.operations import SegmentRow
+from kvvault.crypto import keys
+from kvvault.crypto.aead import SegmentCipher
+from kvvault.crypto.keys import WrappedSegment
+from kvvault.errors import KeyDestroyedError
+from kvvault.keyring import KeyRing
+from kvvault.segments.format import Extent, segment_name
+from kvvault.segments.index import Location, SegmentIndex
+from kvvault.segments.io import SegmentDir, SegmentFile
+from kvvault.segments.store import Place, Records
+
+_MAX_OPEN_FILES = 256
+
+
+class LiveSegment:
+    """One readable segment."""
+
+    __slots__ = ("_cipher", "_lock", "_wrapped", "number", "place", "records")
+
+    def __init__(self, number: int, place: Place, wrapped: WrappedSegment) -> None:
+        self.number = number
+        self.place = place
+        self.records = Records()
+        self._wrapped = wrapped
+        self._cipher: SegmentCipher | None = None
+        self._lock = threading.Lock()
+
+    def cipher(self, catalog: Catalog, ring: KeyRing) -> SegmentCipher:
+        """The segment's key, unwrapped on first use, its commitment checked.
+
+        Raises:
+            KeyUnavailableError: the provider does not answer.
+            WrongKeyError, KeyDestroyedError: it does not open: altered, or the tenant is gone.
+        """
+        with self._lock:
+            if self._cipher is None:
+                tenant = ring.known(self.place.tenant_id)
+                if tenant is None:
+                    row = catalog.read(lambda c: operations.get_tenant(c, self.place.tenant_id))
+                    if row is None:
+                        raise KeyDestroyedError(
+                            "the tenant of a segment does not exist any more",
+                            hint="nothing to do: its blocks are gone",
+                        )
+                    tenant = ring.tenant(row)
+                self._cipher = keys.open_segment(
+                    tenant, self._wrapped, self.place.segment_id, self.place.namespace_digest
+                )
+            return self._cipher
+
+    def close(self) -> None:
+        with self._lock:
+            if self._cipher is not None:
+                self._cipher.close()
+
+
+class View:
+    """Index and live segments of one process."""
+
+    def __init__(
+        self, vault_id: bytes, catalog: Catalog, directory: SegmentDir, ring: KeyRing
+    ) -> None:
+        self._vault_id = vault_id
+        self._catalog = catalog
+        self._directory = directory
+        self._ring = ring
+        self._lock = threading.Lock()
+        self._index = SegmentIndex()
+        self._by_number: dict[int, LiveSegment] = {}
+        self._by_id: dict[bytes, LiveSegment] = {}
+        self._next_number = 0
+        self._files: OrderedDict[int, SegmentFile] = OrderedDict()
+        self._files_lock = threading.Lock()
+        self._on_death: Callable[[bytes], None] = lambda _segment_id: None
+
+    def when_segment_dies(self, callback: Callable[[bytes], None]) -> None:
+        """Have `callback` called, under the view's lock, with each segment that ceases to live."""
+        self._on_death = callback
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def find(self, block_id: bytes) -> Location | None:
+        """Where a block is, as of the last refresh. Lock-free; scheduler thread."""
+        return self._index.find(block_id)
+
+    def segment(self, number: int) -> LiveSegment | None:
+        """A live segment by its number, as of the last refresh."""
+        return self._by_number.get(number)
+
+    def cipher(self, segment: LiveSegment) -> SegmentCipher:
+        """See `LiveSegment.cipher`."""
+        return segment.cipher(self._catalog, self._ring)
+
+    def file(self, segment: LiveSegment) -> SegmentFile:
+        """The segment's file, opened for reading and kept for the next time.
+
+        Raises:
+            FileNotFoundError, UnsafeFileError, StorageError.
+        """
+        with self._files_lock:
+            file = self._files.get(segment.number)
+            if file is not None:
+                self._files.move_to_end(segment.number)
+                return file
+        file = self._directory.open(segment_name(segment.place.segment_id))
+        with self._files_lock:
+            self._files[segment.number] = file
+            # A dropped file is closed when its last reader is done with it.
+            while len(self._files) > _MAX_OPEN_FILES:
+                self._files.popitem(last=False)
+        return file
+
+    def discard(self, block_id: bytes, location: Location) -> None:
+        """Forget a block that did not authenticate or whose bytes are missing."""
+        self._index.discard(block_id, location)
+
+    def discard_segment(self, segment: LiveSegment) -> None:
+        """Forget a segment whose key does not open or whose file is gone. Rows and file stay for
+        `verify` and recovery: what fails is counted, not silently deleted (REQ-F4)."""
+        with self._lock:
+            self._forget(segment)
+
+    @property
+    def blocks(self) -> int:
+        return len(self._index)
+
+    @property
+    def index_bytes(self) -> int:
+        return self._index.nbytes
+
+    # -- following the catalog --------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Take in what was committed since the last time. Microseconds when nothing was.
+
+        Raises:
+            CatalogError, StorageError, VaultLockedError: the view stays as it was.
+        """
+        with self._lock:
+            delta = self._catalog.poll()
+            if delta is None:
+                return
+            for row in delta.segments:
+                known = self._by_id.get(row.facts.segment_id)
+                if row.facts.state.live:
+                    if known is None:
+                        self._enter(row)
+                elif known is not None:
+                    self._forget(known)
+                    self._on_death(row.facts.segment_id)
+            self._add_extents(delta.extents)
+
+    def _enter(self, row: SegmentRow) -> None:
+        if row.wrapped_secret is None or row.facts.tenant_id is None:
+            return  # no key, no segment; the schema forbids it, a damaged catalog may not
+        place = Place(
+            self._vault_id,
+            row.facts.tenant_id,
+            row.facts.namespace_digest,
+            row.facts.segment_id,
+            row.facts.block_bytes,
+        )
+        wrapped = WrappedSegment(row.wrapped_secret, row.commitment)
+        segment = LiveSegment(self._next_number, place, wrapped)
+        self._next_number += 1
+        self._by_number[segment.number] = segment
+        self._by_id[place.segment_id] = segment
+        self._index.add_segment(segment.number)
+
+    def _forget(self, segment: LiveSegment) -> None:
+        self._index.drop_segment(segment.number)
+        self._by_number.pop(segment.number, None)
+        self._by_id.pop(segment.place.segment_id, None)
+        with self._files_lock:
+            self._files.pop(segment.number, None)
+        segment.close()
+
+    def _add_extents(self, extents: Sequence[Extent]) -> None:
+        placed: list[tuple[int, int, bytes]] = []
+        for extent in extents:
+            segment = self._by_id.get(extent.segment_id)
+            if segment is None or not extent.well_formed:
+                continue  # dead already, or a damaged row: misses
+            segment.records.add(extent)
+            placed.append((segment.number, extent.first_slot, extent.block_ids))
+        if len(placed) > 256:
+            self._index.add_many(placed)
+        else:
+            for number, first_slot, block_ids in placed:
+                self._index.add(number, first_slot, block_ids)
+
+    def close(self) -> None:
+        with self._lock:
+            for segment in list(self._by_number.values()):
+                self._forget(segment)

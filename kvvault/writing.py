@@ -1,0 +1,303 @@
+"""Stores: open segments, batches, group commit, sealing.
+
+A segment is written by one thread at a time: a thread checks an open segment of its scope out,
+encrypts and writes one batch, queues the commit, and gives it back. So the commits of one segment
+queue up in slot order, committed slots are a prefix of the file, and threads that store for the
+same scope at the same time get segments of their own instead of a lock.
+
+Locks: `_lock` guards the idle segments and the ids in flight; nothing slow happens under it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+from kvvault import layout
+from kvvault.catalog import operations
+from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.operations import SegmentGoneError
+from kvvault.counters import Counters
+from kvvault.crypto import keys
+from kvvault.crypto.aead import random_id
+from kvvault.crypto.keys import TenantKeys
+from kvvault.errors import ClosedError, KvvaultError
+from kvvault.model import Clock, Guard, Namespace, PutReport
+from kvvault.options import VaultOptions
+from kvvault.segments.format import MAX_SLOTS, segment_name
+from kvvault.segments.io import SegmentDir
+from kvvault.segments.store import OpenSegment, Place, Staging, batches
+from kvvault.view import View
+
+log = logging.getLogger(__name__)
+
+
+class Writer:
+    """Stores blocks. Any number of threads; each has staging memory of its own."""
+
+    def __init__(
+        self,
+        vault_id: bytes,
+        catalog: Catalog,
+        directory: SegmentDir,
+        view: View,
+        counters: Counters,
+        options: VaultOptions,
+        clock: Clock,
+    ) -> None:
+        self._vault_id = vault_id
+        self._catalog = catalog
+        self._directory = directory
+        self._view = view
+        self._counters = counters
+        self._options = options
+        self._clock = clock
+        self._boot_id = layout.boot_id()
+        self._lock = threading.Lock()
+        self._closed = False
+        # Open segments by id: idle ones, least recently used first, and those a thread writes to.
+        self._idle: OrderedDict[bytes, OpenSegment] = OrderedDict()
+        self._busy: dict[bytes, OpenSegment] = {}
+        self._in_flight: set[bytes] = set()
+        self._local = threading.local()
+        # Syncing a full segment takes as long as the disk likes; no store waits for it.
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvvault-seal")
+
+    # -- storing ----------------------------------------------------------------------------------
+
+    def put(
+        self,
+        tenant: TenantKeys,
+        namespace: Namespace,
+        block_ids: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        guard: Guard,
+    ) -> PutReport:
+        """Store what is not yet there. Returns when everything stored is committed and findable."""
+        fresh, ours = self._claim(block_ids)
+        try:
+            report = PutReport(present=len(block_ids) - len(fresh))
+            commits: list[tuple[OpenSegment, int, Future[None]]] = []
+            for batch in batches(len(fresh), namespace.block_bytes, self._options.batch_bytes):
+                chosen = [fresh[i] for i in batch]
+                report += self._put_batch(
+                    tenant,
+                    namespace,
+                    [block_ids[i] for i in chosen],
+                    [buffers[i] for i in chosen],
+                    guard,
+                    commits,
+                )
+            for segment, count, commit in commits:
+                try:
+                    commit.result()
+                except KvvaultError as exc:
+                    self._retire(segment, exc)
+                    report += PutReport(refused=count)
+                else:
+                    report += PutReport(stored=count)
+            if commits:
+                try:
+                    self._view.refresh()
+                except KvvaultError as exc:
+                    log.warning("stored blocks are not findable yet: %s", exc)
+        finally:
+            with self._lock:
+                self._in_flight -= ours
+        self._counters.put(report, namespace.block_bytes)
+        return report
+
+    def _claim(self, block_ids: Sequence[bytes]) -> tuple[list[int], set[bytes]]:
+        """The positions of blocks that are neither live nor being stored by anybody here."""
+        fresh: list[int] = []
+        ours: set[bytes] = set()
+        with self._lock:
+            for i, block_id in enumerate(block_ids):
+                if block_id not in self._in_flight and self._view.find(block_id) is None:
+                    fresh.append(i)
+                    ours.add(block_id)
+                    self._in_flight.add(block_id)
+        return fresh, ours
+
+    def _put_batch(
+        self,
+        tenant: TenantKeys,
+        namespace: Namespace,
+        block_ids: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        guard: Guard,
+        commits: list[tuple[OpenSegment, int, Future[None]]],
+    ) -> PutReport:
+        """Encrypt and write one batch, in pieces where a segment ends; queues the commits."""
+        done = 0
+        while done < len(block_ids):
+            try:
+                segment = self._check_out(tenant, namespace)
+            except KvvaultError as exc:
+                log.warning("blocks are not stored: %s", exc)
+                return PutReport(refused=len(block_ids) - done)
+            piece = slice(done, done + min(segment.room, len(block_ids) - done))
+            count = piece.stop - piece.start
+            try:
+                if not guard.enter():
+                    return PutReport(refused=len(block_ids) - done)
+                try:
+                    extent, ciphertext = segment.seal_batch(
+                        block_ids[piece], buffers[piece], self._staging()
+                    )
+                finally:
+                    guard.leave()
+                segment.write(extent, ciphertext)
+                commit = self._catalog.submit(partial(operations.add_extent, extent=extent))
+            except KvvaultError as exc:
+                self._retire(segment, exc)
+                return PutReport(refused=len(block_ids) - done)
+            finally:
+                self._check_in(segment)
+            commits.append((segment, count, commit))
+            done = piece.stop
+        return PutReport()
+
+    # -- open segments ----------------------------------------------------------------------------
+
+    def _check_out(self, tenant: TenantKeys, namespace: Namespace) -> OpenSegment:
+        """An open segment with room that no other thread uses; a new one when there is none.
+
+        Raises:
+            KvvaultError: a new one cannot be made.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the vault is closed", hint="open it again")
+            for segment in reversed(self._idle.values()):
+                place = segment.place
+                if (place.tenant_id, place.namespace_digest) == (
+                    tenant.tenant_id,
+                    namespace.digest,
+                ):
+                    del self._idle[place.segment_id]
+                    self._busy[place.segment_id] = segment
+                    return segment
+        segment = self._new_segment(tenant, namespace)
+        with self._lock:
+            self._busy[segment.place.segment_id] = segment
+        return segment
+
+    def _check_in(self, segment: OpenSegment) -> None:
+        finished: list[OpenSegment] = []
+        with self._lock:
+            self._busy.pop(segment.place.segment_id, None)
+            if segment.room <= 0 or segment.retired or self._closed:
+                finished.append(segment)
+            else:
+                self._idle[segment.place.segment_id] = segment
+                while len(self._idle) > self._options.max_open_segments:
+                    finished.append(self._idle.popitem(last=False)[1])
+        for done in finished:
+            self._seal_later(done)
+
+    def _new_segment(self, tenant: TenantKeys, namespace: Namespace) -> OpenSegment:
+        segment_id = random_id()
+        wrapped, cipher = keys.new_segment(tenant, segment_id, namespace.digest)
+        # Durable before the file exists, let alone has a byte (REQ-C5).
+        self._catalog.write(
+            lambda c: operations.add_segment(
+                c,
+                segment_id=segment_id,
+                tenant_id=tenant.tenant_id,
+                namespace=namespace,
+                wrapped_secret=wrapped.key,
+                commitment=wrapped.commitment,
+                boot_id=self._boot_id,
+                now=self._clock.now(),
+            )
+        )
+        try:
+            file = self._directory.create(segment_name(segment_id))
+        except BaseException:
+            self._destroy(segment_id)
+            raise
+        place = Place(
+            self._vault_id, tenant.tenant_id, namespace.digest, segment_id, namespace.block_bytes
+        )
+        capacity = max(1, min(self._options.segment_bytes // namespace.block_bytes, MAX_SLOTS))
+        return OpenSegment(place, cipher, file, capacity)
+
+    def _retire(self, segment: OpenSegment, reason: KvvaultError) -> None:
+        """Something went wrong with a segment: keep what is committed, write no more to it."""
+        if not isinstance(reason, SegmentGoneError):
+            log.warning("a segment takes no more blocks: %s", reason)
+        with self._lock:
+            segment.retired = True
+            idle = self._idle.pop(segment.place.segment_id, None)
+        if idle is not None:
+            self._seal_later(idle)
+        # Otherwise the thread that has it checked out seals it when it gives it back.
+
+    def segment_died(self, segment_id: bytes) -> None:
+        """A segment was revoked, perhaps by another process: write no more to it. Called under the
+        view's lock."""
+        with self._lock:
+            segment = self._idle.pop(segment_id, None) or self._busy.get(segment_id)
+            if segment is not None:
+                segment.retired = True
+                segment.cipher.stop_sealing()
+
+    def _seal_later(self, segment: OpenSegment) -> None:
+        segment.cipher.stop_sealing()
+        try:
+            self._sealer.submit(self._seal, segment)
+        except RuntimeError:  # closing: the executor takes no more
+            self._seal(segment)
+
+    def _seal(self, segment: OpenSegment) -> None:
+        """Sync, mark sealed, cut what was not committed. The segment's commits were queued before
+        this one, so they come first. Running it twice does no harm."""
+        segment_id = segment.place.segment_id
+        try:
+            segment.file.sync()
+            self._directory.sync()
+        except KvvaultError as exc:
+            # After a failed sync nobody knows what the disk holds: discard, never retry (REQ-F3).
+            log.warning("a segment is given up: %s", exc)
+            self._destroy(segment_id)
+            return
+        try:
+            blocks = self._catalog.write(lambda c: operations.seal_segment(c, segment_id))
+            if not blocks:  # empty, or deleted in the meantime
+                self._destroy(segment_id)
+            elif segment.file.size > blocks * segment.place.block_bytes:
+                segment.file.truncate(blocks * segment.place.block_bytes)
+        except KvvaultError as exc:
+            # The lock on the file goes with this object: the next to open the vault finds the
+            # segment without an owner and finishes this.
+            log.warning("a segment stays unsealed until the vault is opened: %s", exc)
+
+    def _destroy(self, segment_id: bytes) -> None:
+        """Revoke a segment, if it still lives, and remove its file. Its blocks become misses."""
+        try:
+            self._catalog.write(lambda c: operations.revoke_segments(c, [segment_id]))
+            self._directory.unlink(segment_name(segment_id))
+            self._catalog.write(lambda c: operations.finish_deletion(c, [segment_id]))
+        except KvvaultError as exc:
+            log.warning("a dead segment stays until the vault is opened: %s", exc)
+
+    def _staging(self) -> Staging:
+        staging = getattr(self._local, "staging", None)
+        if not isinstance(staging, Staging):
+            staging = self._local.staging = Staging()
+        return staging
+
+    def close(self) -> None:
+        """Seal every open segment. Stores that are under way finish or are refused. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle = list(self._idle.values())
+            self._idle.clear()
+        for segment in idle:
+            self._seal_later(segment)
+        self._sealer.shutdown(wait=True)
