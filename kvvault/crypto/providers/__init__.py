@@ -57,8 +57,14 @@ class Scheme:
 
 
 def _open_file(rest: str, create: bool, timeout: float) -> KeyProvider:
-    # file:/p and file:///p are the same file; there is no host part.
-    path = Path("/" + rest.lstrip("/") if rest.startswith("///") else rest)
+    # file:/p and file:///p are the same file.
+    if rest.startswith("//"):
+        rest = rest[2:]
+        if not rest.startswith("/"):
+            raise UsageError(
+                "a key file's URI has no host part", hint="Write file:/absolute/path/to/the.key"
+            )
+    path = Path(rest)
     if create:
         return FileProvider.create(path, timeout=timeout)
     return FileProvider.open(path, timeout=timeout)

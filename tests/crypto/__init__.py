@@ -1,0 +1,1 @@
+"""Tests of the primitives, the key hierarchy and the key providers."""
