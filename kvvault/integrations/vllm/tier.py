@@ -1,0 +1,377 @@
+"""The secondary tier: vLLM's multi-tier KV offloading, stored in a vault.
+
+Configured as one of the ``secondary_tiers`` of ``kv_connector_extra_config``::
+
+    {"type": "kvvault", "vault": "/var/lib/kvvault", "default_tenant": "default"}
+
+(``{"type": "KvvaultTier", "module_path": "kvvault.integrations.vllm.tier", ...}`` where plugins are
+switched off). All settings: `TierSettings`.
+
+Every method runs on vLLM's scheduler thread. None blocks, none does I/O, none raises once the
+engine runs; what goes wrong is a miss or a dropped store, and a counter. Blocks move on the threads
+of a `TransferPool`. At start, on the contrary, everything that is wrong is an error: an engine that
+silently does not cache, or caches somewhere else, helps nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import override
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvvault.errors import ConfigError, KvvaultError
+from kvvault.integrations.vllm import shims
+from kvvault.integrations.vllm.metrics import TierMetrics
+from kvvault.integrations.vllm.namespace import build_namespace
+from kvvault.integrations.vllm.tenancy import RequestState, Tenancy
+from kvvault.model import Guard, Namespace, Outcome, SystemClock
+from kvvault.tiering.transfers import Finished, Part, PoolOptions, TransferPool
+from kvvault.vault import Vault
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.v1.kv_offload.base import OffloadingSpec
+
+log = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+
+
+class TierSettings(BaseModel):
+    """The tier's part of vLLM's configuration. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vault: Path
+    """Directory of the vault; it must exist (``kvvault init``)."""
+    key_provider: str | None = None
+    """URI of the key provider, if not the one that the vault names."""
+    default_tenant: str | None = "default"
+    """Tenant of requests that name none (or one that is not listed). null: those are not kept."""
+    tenants: tuple[str, ...] = ()
+    """Tenants that a request may name."""
+    threads: int = Field(default=4, ge=2, le=64)
+    store_queue_mib: int = Field(default=256, ge=1)
+    """Stores waiting or under way; they pin CPU-tier memory. Beyond that stores are dropped."""
+    load_timeout_s: float = Field(default=10.0, gt=0)
+    store_timeout_s: float = Field(default=30.0, gt=0)
+    enable_kv_events: bool = False
+    """Emit an event for stored blocks, if vLLM's KV events are enabled. Those publish token ids."""
+    locality: Locality | None = None
+
+    @classmethod
+    def parse(cls, config: dict[str, object]) -> TierSettings:
+        """
+        Raises:
+            ConfigError: an unknown key, a missing one, or a value out of range; names the key.
+        """
+        try:
+            return cls.model_validate(config)
+        except ValidationError as exc:
+            first = exc.errors(include_url=False, include_input=False)[0]
+            key = ".".join(str(part) for part in first["loc"]) or "configuration"
+            raise ConfigError(
+                f"kvvault tier: {key}: {first['msg']}",
+                hint="settings: " + ", ".join(sorted(cls.model_fields)),
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A transfer that the framework waits for. `parts` are the keys of each part, in order."""
+
+    job_id: int
+    is_load: bool
+    parts: tuple[tuple[OffloadKey, ...], ...]
+    state: RequestState | None
+
+
+class KvvaultTier(SecondaryTierManager):
+    """See the module's docstring."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **config: object,
+    ) -> None:
+        """
+        Raises:
+            ConfigError: a setting is wrong.
+            NamespaceError: what decides whether KV bytes fit cannot be established.
+            VaultNotFoundError, VaultKeyError, UnsafeFileError, StorageError, CatalogError: the
+            vault cannot be opened.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        settings = TierSettings.parse(config)
+        shims.check_version()
+        self.locality = settings.locality
+        self._rows = primary_kv_view.cast("B")
+        self._row_bytes = self._block_size_bytes
+        namespace = self._namespace(offloading_spec)
+        self._block_bytes = namespace.block_bytes
+        self._vault = Vault.open(settings.vault, provider=settings.key_provider)
+        try:
+            names = {*settings.tenants}
+            if settings.default_tenant is not None:
+                names.add(settings.default_tenant)
+            scopes = {name: self._vault.scope(name, namespace) for name in sorted(names)}
+        except BaseException:
+            self._vault.close()
+            raise
+        self._tenancy = Tenancy(scopes, settings.default_tenant)
+        self._threads = settings.threads
+        self._pool: TransferPool[list[Outcome] | int] = TransferPool(
+            PoolOptions(
+                threads=settings.threads,
+                store_queue_bytes=settings.store_queue_mib * _MIB,
+                load_timeout_s=settings.load_timeout_s,
+                store_timeout_s=settings.store_timeout_s,
+            ),
+            SystemClock(),
+        )
+        self._jobs: dict[int, _Job] = {}
+        self._refused: list[JobResult] = []
+        self._counts: Counter[str] = Counter()
+        self._metrics = TierMetrics()
+        self._events: list[OffloadingEvent] | None = (
+            []
+            if settings.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+            else None
+        )
+        self._shut_down = False
+        log.info(
+            "kvvault: %d blocks in the vault, direct I/O %s",
+            self._vault.stats().blocks,
+            "on" if self._vault.direct_io else "off",
+        )
+
+    def _namespace(self, spec: OffloadingSpec) -> Namespace:
+        """What must agree for these KV bytes to be valid. A benchmark, which has no model, supplies
+        one of its own."""
+        return build_namespace(spec.config, shims.current_vllm_config(), self._row_bytes)
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._state(req_context)
+        return RequestOffloadingContext()
+
+    def _state(self, req_context: ReqContext) -> RequestState:
+        state: RequestState | None = req_context.get_state(RequestState)
+        if state is None:
+            state = self._tenancy.decide(req_context.kv_transfer_params)
+            req_context.set_state(state)
+            self._counts[f"requests_{state.verdict}"] += 1
+        return state
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        state = self._state(req_context)
+        if state.scope is None or key in state.failed or self._pool.stalled:
+            return LookupResult.MISS
+        hit = self._vault.contains(state.scope, (key,))[0]
+        return LookupResult.HIT if hit else LookupResult.MISS
+
+    # -- stores -----------------------------------------------------------------------------------
+
+    @override
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        state = self._state(job_metadata.req_context)
+        keys = tuple(job_metadata.keys)
+        if state.scope is None or not state.persist:
+            self._counts["not_persisted_blocks"] += len(keys)
+            self._refuse(job_metadata.job_id)
+            return
+        scope = state.scope
+        rows = [int(row) for row in job_metadata.chunk_ids]
+
+        def store(guard: Guard) -> int:
+            report = self._vault.put(scope, keys, [self._row(row) for row in rows], guard=guard)
+            return report.stored + report.present
+
+        nbytes = len(keys) * self._block_bytes
+        self._jobs[job_metadata.job_id] = _Job(job_metadata.job_id, False, (keys,), None)
+        if not self._pool.submit_store(job_metadata.job_id, [store], nbytes):
+            del self._jobs[job_metadata.job_id]
+            self._counts["dropped_stores"] += 1
+            self._counts["dropped_blocks"] += len(keys)
+            self._refuse(job_metadata.job_id)
+
+    # -- loads ------------------------------------------------------------------------------------
+
+    @override
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        state = self._state(job_metadata.req_context)
+        keys = tuple(job_metadata.keys)
+        rows = [int(row) for row in job_metadata.chunk_ids]
+        scope = state.scope
+        if scope is None:
+            self._refuse(job_metadata.job_id)
+            return
+        # One part per thread, so that one long prompt uses all of them.
+        step = max(1, -(-len(keys) // self._threads), _MIB // self._block_bytes)
+        ranges = [range(i, min(i + step, len(keys))) for i in range(0, len(keys), step)]
+
+        def part(chosen: range) -> Part[list[Outcome] | int]:
+            mine = [keys[i] for i in chosen]
+            buffers = [self._row(rows[i]) for i in chosen]
+            return lambda guard: self._vault.get(scope, mine, buffers, guard=guard)
+
+        job = _Job(
+            job_metadata.job_id,
+            True,
+            tuple(tuple(keys[i] for i in chosen) for chosen in ranges),
+            state,
+        )
+        self._jobs[job.job_id] = job
+        nbytes = len(keys) * self._block_bytes
+        if not self._pool.submit_load(job.job_id, [part(r) for r in ranges], nbytes):
+            del self._jobs[job.job_id]
+            state.failed.update(keys)
+            self._counts["dropped_loads"] += 1
+            self._refuse(job.job_id)
+
+    def _row(self, row: int) -> memoryview:
+        """The part of a primary-tier slot that belongs to the namespace."""
+        start = row * self._row_bytes
+        return self._rows[start : start + self._block_bytes]
+
+    # -- results ----------------------------------------------------------------------------------
+
+    def _refuse(self, job_id: int) -> None:
+        """Report a job as failed at the next poll: nothing of it was or will be done."""
+        self._refused.append(JobResult(job_id=job_id, success=False))
+
+    @override
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results, self._refused = self._refused, []
+        for finished in self._pool.finished():
+            job = self._jobs.pop(finished.transfer_id, None)
+            if job is None:
+                continue
+            self._counts["timed_out"] += finished.timed_out
+            results.append(
+                self._loaded(job, finished) if job.is_load else self._stored(job, finished)
+            )
+        return results
+
+    def _loaded(self, job: _Job, finished: Finished[list[Outcome] | int]) -> JobResult:
+        good: list[OffloadKey] = []
+        for keys, outcomes in zip(job.parts, finished.results, strict=True):
+            hits = (
+                [outcome is Outcome.HIT for outcome in outcomes]
+                if isinstance(outcomes, list)
+                else [False] * len(keys)
+            )
+            for key, hit in zip(keys, hits, strict=True):
+                if hit:
+                    good.append(key)
+                elif job.state is not None:
+                    job.state.failed.add(key)
+        total = sum(len(keys) for keys in job.parts)
+        self._metrics.load(finished.seconds, len(good) * self._block_bytes)
+        return JobResult(
+            job_id=job.job_id,
+            success=len(good) == total,
+            successful_keys=tuple(good) if good else None,
+            transfer_time=finished.seconds,
+            transfer_bytes=len(good) * self._block_bytes,
+        )
+
+    def _stored(self, job: _Job, finished: Finished[list[Outcome] | int]) -> JobResult:
+        keys = job.parts[0]
+        kept = finished.results[0]
+        success = kept == len(keys)
+        self._metrics.store(finished.seconds, finished.nbytes if success else 0)
+        if success and self._events is not None:
+            self._events.append(
+                OffloadingEvent(
+                    keys=list(keys),
+                    medium=self.medium,
+                    removed=False,
+                    locality=self.locality,
+                    ownership=self.tier_type,
+                )
+            )
+        return JobResult(
+            job_id=job.job_id,
+            success=success,
+            transfer_time=finished.seconds,
+            transfer_bytes=finished.nbytes if success else None,
+        )
+
+    @override
+    def has_pending_work(self) -> bool:
+        return bool(self._refused) or self._pool.pending > 0
+
+    @override
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Stored blocks. Deletions are not announced: the vault knows blocks by keyed ids only and
+        cannot name them to the engine."""
+        if not self._events:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    @override
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Nothing yet: segments are not evicted by recency."""
+
+    @override
+    def drain_jobs(self) -> None:
+        self._pool.drain()
+
+    @override
+    def shutdown(self) -> None:
+        """Finish or fail what is under way, seal segments, drop keys. Never raises: the engine is
+        going down, and what could not be closed is repaired when the vault is next opened."""
+        if self._shut_down:
+            return
+        self._shut_down = True
+        try:
+            self._pool.close()
+            self._vault.close()
+        except KvvaultError as exc:
+            log.warning("the vault was not closed cleanly: %s", exc)
+
+    # -- metrics ----------------------------------------------------------------------------------
+
+    @classmethod
+    @override
+    def build_metric_definitions(
+        cls, extra_config: dict[str, object]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return TierMetrics.definitions()
+
+    @override
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._metrics.collect(self._counts, self._vault.counters(), self._pool)
+
+
+__all__: Sequence[str] = ["KvvaultTier", "TierSettings"]
