@@ -14,7 +14,12 @@ from typing import TypeVar
 from sqlalchemy import Connection
 
 from kvvault.catalog import migrate, operations
-from kvvault.catalog.database import create_file, make_engine, translated_errors
+from kvvault.catalog.database import (
+    create_file,
+    data_version,
+    make_engine,
+    translated_errors,
+)
 from kvvault.catalog.writer import CommitQueue
 from kvvault.errors import ClosedError, UnsafeFileError
 from kvvault.segments.io import check_path
@@ -84,10 +89,7 @@ class Catalog:
         with translated_errors("read the catalog"):
             if self._watch is None:
                 self._watch = self._read_engine.connect()
-            version = int(self._watch.exec_driver_sql("PRAGMA data_version").scalar_one())
-            # The pragma began a (snapshot-less) transaction in SQLAlchemy's eyes: end it, so that
-            # the next read sees what is new.
-            self._watch.rollback()
+            version = data_version(self._watch)
             if version == self._version:
                 return None
             with self._watch.begin():

@@ -99,11 +99,13 @@ def make_engine(path: Path, *, write: bool) -> Engine:
         finally:
             cursor.close()
 
-    if write:
+    statement = "BEGIN IMMEDIATE" if write else "BEGIN"
 
-        @event.listens_for(engine, "begin")
-        def begin(connection: object) -> None:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")  # type: ignore[attr-defined]
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        # The driver never begins one by itself: without this, two queries of one "transaction" see
+        # two states, and what was committed between them can be missed for good.
+        connection.exec_driver_sql(statement)
 
     return engine
 
@@ -118,6 +120,25 @@ def set_durability(connection: Connection, durable: bool) -> None:
     cursor = connection.connection.cursor()
     cursor.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
     cursor.close()
+
+
+def data_version(connection: Connection) -> int:
+    """A number that is another one once anybody but this connection has committed. Microseconds.
+
+    Goes to the driver directly: within a transaction it would only ever say what that one sees.
+
+    Raises:
+        DBAPIError: as any other query (see `translated_errors`).
+    """
+    cursor = connection.connection.cursor()
+    try:
+        cursor.execute("PRAGMA data_version")
+        row = cursor.fetchone()
+    except _driver.Error as exc:
+        raise DBAPIError("PRAGMA data_version", None, exc) from exc
+    finally:
+        cursor.close()
+    return int(row[0]) if row is not None else 0
 
 
 def create_file(path: Path) -> None:
