@@ -10,10 +10,11 @@ raise; they are for scheduler threads. Everything else may wait for disk, catalo
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -110,13 +111,18 @@ class Vault:
         self._counters = Counters()
         self._stop = threading.Event()
         self._closed = False
-        self._directory = SegmentDir(layout.segments_path(path))
-        self._fence = Fence(layout.locks_path(path))
-        try:
+        self._pid = os.getpid()
+        with ExitStack() as undo:
+            self._directory = SegmentDir(layout.segments_path(path))
+            undo.callback(self._directory.close)
+            self._fence = Fence(layout.locks_path(path))
+            undo.callback(self._fence.close)
             if not read_only and options.direct is not False:
                 self._directory.probe_direct()
             with self._exclusively():
                 self._catalog, self._ring = self._open_catalog(descriptor)
+                undo.callback(self._catalog.close)
+                undo.callback(self._ring.close)
                 self._view = View(self._vault_id, self._catalog, self._directory, self._ring)
                 self._reader = Reader(self._view, self._fence, self._counters, options.batch_bytes)
                 if not read_only:
@@ -126,21 +132,18 @@ class Vault:
                         layout.boot_id(),
                         self._checker().count_intact,
                     ).run()
-        except BaseException:
-            self._fence.close()
-            self._directory.close()
-            raise
-        self._writer = Writer(
-            self._vault_id,
-            self._catalog,
-            self._directory,
-            self._view,
-            self._counters,
-            options,
-            clock,
-        )
-        self._view.when_segment_dies(self._writer.segment_died)
-        self._view.refresh()
+            self._writer = Writer(
+                self._vault_id,
+                self._catalog,
+                self._directory,
+                self._view,
+                self._counters,
+                options,
+                clock,
+            )
+            self._view.when_segment_dies(self._writer.segment_died)
+            self._view.refresh()
+            undo.pop_all()
         self._watcher = threading.Thread(target=self._watch, name="kvvault-watch", daemon=True)
         self._watcher.start()
 
@@ -235,6 +238,7 @@ class Vault:
             yield
         else:
             with self._fence.exclusive("recovery", self.options.lock_timeout_s):
+                self._fence.prepare()
                 yield
 
     def _open_catalog(self, descriptor: layout.Descriptor) -> tuple[Catalog, KeyRing]:
@@ -403,6 +407,7 @@ class Vault:
 
         Raises: as `delete_segments`.
         """
+        self._check_open()
         name_id = self._ring.name_id(tenant)
         row = self._catalog.read(lambda c: operations.find_tenant(c, name_id))
         if row is None:
@@ -565,20 +570,30 @@ class Vault:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the vault is closed", hint="open it again")
+        if os.getpid() != self._pid:
+            # The threads stayed in the parent, and SQLite's connections must not cross a fork.
+            raise ClosedError(
+                "this process was forked from the one that opened the vault",
+                hint="open the vault in the process that uses it",
+            )
 
     def close(self) -> None:
-        """Seal what is open, commit, overwrite keys in memory. Idempotent."""
+        """Seal what is open, commit, overwrite keys in memory. Idempotent. In a forked child it
+        does nothing: everything belongs to the parent."""
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._pid:
+            return
         self._stop.set()
         self._watcher.join()
-        self._writer.close()
-        self._view.close()
-        self._ring.close()
-        self._catalog.close()
-        self._fence.close()
-        self._directory.close()
+        with ExitStack() as last_first:  # everything is closed, whatever fails
+            last_first.callback(self._directory.close)
+            last_first.callback(self._fence.close)
+            last_first.callback(self._catalog.close)
+            last_first.callback(self._ring.close)
+            last_first.callback(self._view.close)
+            last_first.callback(self._writer.close)
 
     def __enter__(self) -> Vault:
         return self

@@ -20,7 +20,7 @@ from kvvault.catalog.operations import SegmentRow
 from kvvault.crypto import keys
 from kvvault.crypto.aead import SegmentCipher
 from kvvault.crypto.keys import WrappedSegment
-from kvvault.errors import KeyDestroyedError
+from kvvault.errors import ClosedError, KeyDestroyedError
 from kvvault.keyring import KeyRing
 from kvvault.segments.format import Extent, segment_name
 from kvvault.segments.index import Location, SegmentIndex
@@ -90,6 +90,7 @@ class View:
         self._files: OrderedDict[int, SegmentFile] = OrderedDict()
         self._files_lock = threading.Lock()
         self._on_death: Callable[[bytes], None] = lambda _segment_id: None
+        self._closed = False
 
     def when_segment_dies(self, callback: Callable[[bytes], None]) -> None:
         """Have `callback` called, under the view's lock, with each segment that ceases to live."""
@@ -153,8 +154,11 @@ class View:
 
         Raises:
             CatalogError, StorageError, VaultLockedError: the view stays as it was.
+            ClosedError: after `close`.
         """
         with self._lock:
+            if self._closed:
+                raise ClosedError("the vault is closed", hint="open it again")
             delta = self._catalog.poll()
             if delta is None:
                 return
@@ -208,6 +212,9 @@ class View:
                 self._index.add(number, first_slot, block_ids)
 
     def close(self) -> None:
+        """Forget everything. Nobody polls the catalog through this view afterwards, so the catalog
+        may be closed while loads are still under way; they miss."""
         with self._lock:
+            self._closed = True
             for segment in list(self._by_number.values()):
                 self._forget(segment)

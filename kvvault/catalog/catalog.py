@@ -6,6 +6,7 @@ Threads: `write`, `submit` and `read` from any thread (they may block: never a s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,13 +17,16 @@ from sqlalchemy import Connection
 from kvvault.catalog import migrate, operations
 from kvvault.catalog.database import (
     create_file,
-    data_version,
+    frozen_state,
     make_engine,
+    pragma,
     translated_errors,
 )
 from kvvault.catalog.writer import CommitQueue
-from kvvault.errors import ClosedError, UnsafeFileError
+from kvvault.errors import ClosedError, KvvaultError, StorageError, UnsafeFileError
 from kvvault.segments.io import check_path
+
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -31,7 +35,9 @@ class Catalog:
     """Open with `open`; close when done."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
-        self._read_engine = make_engine(path, write=False)
+        self._path = path
+        self._frozen = frozen_state(path) if read_only else None
+        self._read_engine = make_engine(path, write=False, immutable=self._frozen is not None)
         self._write_engine = None if read_only else make_engine(path, write=True)
         self._queue = None if self._write_engine is None else CommitQueue(self._write_engine)
         self._watch: Connection | None = None
@@ -72,7 +78,12 @@ class Catalog:
         return self.submit(operation, durable=True).result()
 
     def read(self, operation: Callable[[Connection], _T]) -> _T:
-        """Run a query in a read transaction of its own."""
+        """Run a query in a read transaction of its own.
+
+        Raises:
+            StorageError, CatalogError, VaultLockedError.
+        """
+        self._check_frozen()
         with (
             translated_errors("read the catalog"),
             self._read_engine.connect() as connection,
@@ -85,11 +96,15 @@ class Catalog:
 
         ``PRAGMA data_version`` changes when another connection commits (also one of this process),
         and costs microseconds, so this may be asked before every load.
+
+        Raises:
+            StorageError, CatalogError, VaultLockedError.
         """
+        self._check_frozen()
         with translated_errors("read the catalog"):
             if self._watch is None:
                 self._watch = self._read_engine.connect()
-            version = data_version(self._watch)
+            version = pragma(self._watch, "data_version")
             if version == self._version:
                 return None
             with self._watch.begin():
@@ -99,8 +114,16 @@ class Catalog:
         self._version, self._change, self._extent_no = version, delta.change, delta.extent_no
         return delta
 
+    def _check_frozen(self) -> None:
+        if self._frozen is not None and frozen_state(self._path) != self._frozen:
+            raise StorageError(
+                "the catalog on a read-only file system has been changed from elsewhere",
+                hint="open the vault again",
+            )
+
     def close(self) -> None:
-        """Commit what is queued, empty the WAL when nobody else uses it, close. Idempotent."""
+        """Commit what is queued, empty the WAL when nobody else uses it, close. Idempotent.
+        A WAL that cannot be emptied (disk full) is complete and is used by the next to open."""
         if self._queue is not None:
             self._queue.close()
             self._queue = None
@@ -108,13 +131,14 @@ class Catalog:
             self._watch.close()
             self._watch = None
         if self._write_engine is not None:
-            with (
-                translated_errors("close the catalog"),
-                self._write_engine.connect() as connection,
-            ):
-                raw = connection.connection.cursor()
-                raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-                raw.close()
+            try:
+                with (
+                    translated_errors("empty the catalog's log"),
+                    self._write_engine.connect() as connection,
+                ):
+                    pragma(connection, "wal_checkpoint(TRUNCATE)")
+            except KvvaultError as exc:
+                log.warning("the catalog's log stays until the vault is opened: %s", exc)
             self._write_engine.dispose()
             self._write_engine = None
         self._read_engine.dispose()

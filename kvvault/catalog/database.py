@@ -54,16 +54,17 @@ def journal_mode() -> str:
     return "wal" if sqlite_version() >= WAL_SAFE_SINCE else "delete"
 
 
-def make_engine(path: Path, *, write: bool) -> Engine:
+def make_engine(path: Path, *, write: bool, immutable: bool = False) -> Engine:
     """An engine on the catalog at `path`, which must exist (mode 0600, see `create_file`).
 
     Connections may move between threads but must not be used by two at once. A `write=False` engine
-    opens the file read-only, so it can also look at a vault on a read-only file system.
+    opens the file read-only; with `immutable` SQLite looks for no log and takes no lock, see
+    `frozen_state`.
     """
 
     def connect() -> DBAPIConnection:
         # "rw" rather than "rwc": a missing catalog is our decision to make, not SQLite's.
-        mode = "rw" if write else "ro"
+        mode = "rw" if write else "ro&immutable=1" if immutable else "ro"
         connection: DBAPIConnection = _driver.connect(
             f"file:{_quote(path)}?mode={mode}",
             uri=True,
@@ -110,35 +111,50 @@ def make_engine(path: Path, *, write: bool) -> Engine:
     return engine
 
 
-def set_durability(connection: Connection, durable: bool) -> None:
-    """Whether the next transaction's commit waits for the disk. Not within a transaction.
+def frozen_state(path: Path) -> tuple[int, ...] | None:
+    """What a catalog without a log on a read-only file system looks like from outside; None for any
+    other catalog.
 
-    Goes to the driver directly, because SQLAlchemy would begin a transaction for it.
+    SQLite cannot read a WAL database without making files beside it, except as *immutable*; then it
+    does not notice a writer that has the vault mounted elsewhere. But such a writer makes a log
+    before it commits anything, and changes the file before it removes the log: as long as this
+    state is the same, nothing was committed.
     """
-    if journal_mode() != "wal":
-        return
-    cursor = connection.connection.cursor()
-    cursor.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-    cursor.close()
+    try:
+        if path.with_name(path.name + "-wal").exists():
+            return None
+        if not os.statvfs(path).f_flag & os.ST_RDONLY:
+            return None
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
-def data_version(connection: Connection) -> int:
-    """A number that is another one once anybody but this connection has committed. Microseconds.
+def set_durability(connection: Connection, durable: bool) -> None:
+    """Whether the next transaction's commit waits for the disk. Not within a transaction."""
+    if journal_mode() == "wal":
+        pragma(connection, f"synchronous={'FULL' if durable else 'NORMAL'}")
 
-    Goes to the driver directly: within a transaction it would only ever say what that one sees.
+
+def pragma(connection: Connection, text: str) -> int:
+    """Run a pragma outside any transaction; the first number it answers, 0 when none.
+
+    Goes to the driver directly, because SQLAlchemy would begin a transaction for it: within one,
+    ``data_version`` only ever says what that transaction sees.
 
     Raises:
         DBAPIError: as any other query (see `translated_errors`).
     """
     cursor = connection.connection.cursor()
     try:
-        cursor.execute("PRAGMA data_version")
+        cursor.execute(f"PRAGMA {text}")
         row = cursor.fetchone()
     except _driver.Error as exc:
-        raise DBAPIError("PRAGMA data_version", None, exc) from exc
+        raise DBAPIError(text, None, exc) from exc
     finally:
         cursor.close()
-    return int(row[0]) if row is not None else 0
+    return 0 if row is None else int(row[0])
 
 
 def create_file(path: Path) -> None:

@@ -13,6 +13,7 @@ way in, the eraser closes the gate and then waits for the fence, so new readers 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import threading
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvvault.errors import VaultLockedError
-from kvvault.segments.io import check_private_file, open_private_dir
+from kvvault.segments.io import check_private_file, open_private_dir, storage_error
 
 _POLL_S = 0.001
 
@@ -48,19 +49,49 @@ class Fence:
                 os.close(self._dir)
                 self._dir = -1
 
-    def _open(self, name: str) -> int:
-        fd = os.open(
-            name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._dir
-        )
-        check_private_file(fd, "a lock file")
+    def prepare(self) -> None:
+        """Make the lock files, so that whoever has the vault mounted read-only finds them.
+
+        Raises:
+            StorageError, UnsafeFileError: the lock files cannot be had.
+        """
+        with self._pair():
+            pass
+
+    def _open(self, name: str, *, make: bool = False) -> int:
+        try:
+            fd = self._open_or_make(name, make)
+        except OSError as exc:
+            raise storage_error(exc, "open a lock file") from exc
+        try:
+            check_private_file(fd, "a lock file")
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
+
+    def _open_or_make(self, name: str, make: bool) -> int:
+        flags = os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(name, flags | os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self._dir)
+        except OSError as exc:
+            if make or exc.errno != errno.EROFS:
+                raise
+            # Mounted read-only here, and perhaps writable elsewhere: whoever erases there locks
+            # the same file, and a lock needs no right to write.
+            return os.open(name, flags | os.O_RDONLY, dir_fd=self._dir)
 
     @contextlib.contextmanager
     def _pair(self) -> Iterator[tuple[int, int]]:
         with self._lock:
             pair = self._pool.pop() if self._pool else None
         if pair is None:
-            pair = (self._open("gate"), self._open("fence"))
+            gate = self._open("gate")
+            try:
+                pair = (gate, self._open("fence"))
+            except BaseException:
+                os.close(gate)
+                raise
         try:
             yield pair
         finally:
@@ -73,7 +104,11 @@ class Fence:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold the fence as a reader. Waits only while an eraser is passing."""
+        """Hold the fence as a reader. Waits only while an eraser is passing.
+
+        Raises:
+            StorageError, UnsafeFileError: the lock files cannot be had: nothing may be published.
+        """
         with self._pair() as (gate, fence):
             fcntl.flock(gate, fcntl.LOCK_SH)
             try:
@@ -90,6 +125,7 @@ class Fence:
 
         Raises:
             VaultLockedError: a reader did not leave within `timeout` seconds (a stopped process).
+            StorageError, UnsafeFileError: the lock files cannot be had.
         """
         until = time.monotonic() + timeout
         with self._pair() as (gate, fence):
@@ -106,11 +142,16 @@ class Fence:
 
         Raises:
             VaultLockedError: somebody else holds it for longer than `timeout` seconds.
+            StorageError, UnsafeFileError: the lock file cannot be had.
         """
-        fd = self._open(name)
+        fd = self._open(name, make=True)  # what is done under it needs a writable vault anyway
         try:
             _lock_until(fd, time.monotonic() + timeout)
-            yield
+            try:
+                yield
+            finally:
+                # Closing would not do: a child forked meanwhile shares the open file, and the lock.
+                fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
             os.close(fd)
 

@@ -76,7 +76,7 @@ class SegmentFile:
             try:
                 n = os.pwrite(self._fd, data[done:], offset + done)
             except OSError as exc:
-                raise _storage_error(exc, "write a segment") from exc
+                raise storage_error(exc, "write a segment") from exc
             if n == 0:
                 raise StorageError(
                     "a segment file takes no more bytes",
@@ -97,7 +97,7 @@ class SegmentFile:
             try:
                 n = os.preadv(self._fd, pending[:_IOV_MAX], offset)
             except OSError as exc:
-                raise _storage_error(exc, "read a segment") from exc
+                raise storage_error(exc, "read a segment") from exc
             if n == 0:
                 raise ShortReadError(
                     "a segment file is shorter than the catalog says",
@@ -119,7 +119,7 @@ class SegmentFile:
         try:
             os.ftruncate(self._fd, size)
         except OSError as exc:
-            raise _storage_error(exc, "shorten a segment") from exc
+            raise storage_error(exc, "shorten a segment") from exc
 
     def sync(self) -> None:
         """Make the file's bytes durable.
@@ -131,7 +131,7 @@ class SegmentFile:
         try:
             os.fdatasync(self._fd)
         except OSError as exc:
-            raise _storage_error(exc, "sync a segment") from exc
+            raise storage_error(exc, "sync a segment") from exc
 
     def try_lock(self) -> bool:
         """Take the writer's lock. The kernel drops it when its holder dies, however it dies, so a
@@ -232,7 +232,7 @@ class SegmentDir:
                     "a segment file is a symbolic link",
                     hint="remove it: kvvault never makes links",
                 ) from exc
-            raise _storage_error(exc, "open a segment") from exc
+            raise storage_error(exc, "open a segment") from exc
         file = SegmentFile(fd, name)
         if flags & os.O_CREAT:
             os.fchmod(fd, 0o600)
@@ -250,23 +250,30 @@ class SegmentDir:
         except FileNotFoundError:
             return False
         except OSError as exc:
-            raise _storage_error(exc, "remove a segment") from exc
+            raise storage_error(exc, "remove a segment") from exc
         return True
 
     def names(self) -> Iterator[tuple[str, int]]:
         """(name, bytes) of everything in the directory, whoever made it. Sizes are those of the
-        entry itself, links not followed."""
-        with os.scandir(self._fd) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    yield entry.name, entry.stat(follow_symlinks=False).st_size
+        entry itself, links not followed.
+
+        Raises:
+            StorageError: it cannot be listed.
+        """
+        try:
+            with os.scandir(self._fd) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        yield entry.name, entry.stat(follow_symlinks=False).st_size
+        except OSError as exc:
+            raise storage_error(exc, "list the segments") from exc
 
     def sync(self) -> None:
         """Make creations and removals durable."""
         try:
             os.fsync(self._fd)
         except OSError as exc:
-            raise _storage_error(exc, "sync the segment directory") from exc
+            raise storage_error(exc, "sync the segment directory") from exc
 
 
 def open_private_dir(path: Path) -> int:
@@ -284,7 +291,7 @@ def open_private_dir(path: Path) -> int:
                 f"{path} is not a directory of its own (a link or a file)",
                 hint="name the real directory",
             ) from exc
-        raise _storage_error(exc, f"open {path}") from exc
+        raise storage_error(exc, f"open {path}") from exc
     info = os.fstat(fd)
     if info.st_uid != os.geteuid():
         os.close(fd)
@@ -324,7 +331,8 @@ def check_private_file(fd: int, what: str) -> None:
     raise UnsafeFileError(f"{what} {problem}", hint="run `kvvault doctor`")
 
 
-def _storage_error(exc: OSError, what: str) -> StorageError:
+def storage_error(exc: OSError, what: str) -> StorageError:
+    """The system's error as ours; `what` is a verb phrase ("open a segment")."""
     hints = {
         errno.ENOSPC: "free some space or move the vault",
         errno.EDQUOT: "raise the quota or move the vault",
@@ -353,7 +361,7 @@ def check_path(path: Path, what: str) -> None:
     except OSError as exc:
         if exc.errno == errno.ELOOP:
             raise UnsafeFileError(f"{what} is a symbolic link", hint="remove it") from exc
-        raise _storage_error(exc, f"open {what}") from exc
+        raise storage_error(exc, f"open {what}") from exc
     try:
         check_private_file(fd, what)
     finally:
