@@ -29,6 +29,14 @@ class TestEphemeral(KeyProviderConformance):
         assert isinstance(provider, EphemeralProvider)
         return [bytes(key) for key in provider._keys.values()]
 
+    def test_req_k8_destroy_overwrites_the_key(self) -> None:
+        provider = EphemeralProvider()
+        doomed, kept = provider.create_epoch(), provider.create_epoch()
+        doomed_key, kept_key = provider._keys[doomed], provider._keys[kept]
+        provider.destroy(doomed)
+        assert not any(doomed_key)
+        assert any(kept_key)
+
 
 class TestFile(KeyProviderConformance):
     assurance = Assurance.LOGICAL

@@ -257,7 +257,9 @@ def test_a_full_or_failing_disk(
         with pytest.raises(KeyUnavailableError, match="space"):
             provider.destroy(epoch)
     assert path.read_bytes() == before
-    assert not path.with_name("second.key").exists()
+    # The files given up are gone, keys and all.
+    left = {item.name for item in path.parent.iterdir()}
+    assert left == {"root.key", ".root.key.lock", ".second.key.lock"}
     provider.destroy(epoch)
     assert provider.epochs() == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -345,35 +344,63 @@ def test_req_k8_a_failed_open_wipes_what_it_had(
     assert wiped == [32, 32]
 
 
-def test_a_racing_close_never_gives_a_result_under_a_wiped_key() -> None:
+def test_calls_during_close_never_give_a_result_under_a_wiped_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ids under a zero key would be an oracle on the disk, a wrap under it an open door."""
-    for _ in range(60):
-        kek, index = bytearray(b"k" * 32), bytearray(b"i" * 32)
-        tenant = TenantKeys(VAULT, TENANT, kek, index)
-        want = aead.keyed_id(index, b"block", NAMESPACE, HASH)
-        begun = threading.Event()
-        wrong: list[object] = []
+    tenant = TenantKeys(VAULT, TENANT, bytearray(b"k" * 32), bytearray(b"i" * 32))
+    tenant.block_id(NAMESPACE, HASH)
+    wrapped = tenant.wrap(b"s" * 32, b"aad")
+    during: list[Callable[[], object]] = [
+        lambda: tenant.block_id(NAMESPACE, HASH),
+        lambda: tenant.block_id(OTHER_NAMESPACE, HASH),
+        lambda: tenant.wrap(b"s" * 32, b"aad"),
+        lambda: tenant.unwrap(wrapped, b"aad"),
+        lambda: tenant.seal_text("name", "acme"),
+    ]
+    real = aead.wipe
+    refused: list[int] = []
 
-        def work(tenant: TenantKeys = tenant, begun: threading.Event = begun) -> None:
-            while True:
-                begun.set()
-                try:
-                    block_id = tenant.block_id(NAMESPACE, HASH)
-                    wrapped = tenant.wrap(b"s" * 32, b"aad")
-                except ClosedError:
-                    return
-                if block_id != want:  # noqa: B023 - the thread ends before the loop goes on
-                    wrong.append(block_id)  # noqa: B023
-                if aead.unwrap_key(b"k" * 32, wrapped, b"aad") != b"s" * 32:
-                    wrong.append(wrapped)  # noqa: B023
+    def wipe(buffer: aead.WriteBuffer) -> None:
+        """Another thread gets in right before and right after each key is wiped."""
+        for moment in ("before", "after"):
+            if moment == "after":
+                real(buffer)
+            for call in during:
+                with pytest.raises(ClosedError):
+                    call()
+                refused.append(1)
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        begun.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(aead, "wipe", wipe)
         tenant.close()
-        thread.join(30)
-        assert not thread.is_alive()
-        assert not wrong
+    assert len(refused) == 2 * 2 * len(during)
+
+
+@pytest.mark.parametrize("name", ["wrap", "seal_text", "block_id"])
+def test_a_close_during_a_call_takes_its_result_back(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The other way round: close() comes between the first look at the key and the result."""
+    tenant = TenantKeys(VAULT, TENANT, bytearray(b"k" * 32), bytearray(b"i" * 32))
+    calls: dict[str, Callable[[], object]] = {
+        "wrap": lambda: tenant.wrap(b"s" * 32, b"aad"),
+        "seal_text": lambda: tenant.seal_text("name", "acme"),
+        "block_id": lambda: tenant.block_id(NAMESPACE, HASH),
+    }
+    assert calls[name]()
+    for target in ("wrap_key", "seal_text", "KeyedHasher"):
+        real = getattr(aead, target)
+
+        def closing(*args: object, real: Callable[..., object] = real) -> object:
+            tenant.close()
+            return real(*args)
+
+        monkeypatch.setattr(aead, target, closing)
+        monkeypatch.setattr(keys, target, closing, raising=False)
+    tenant._hashers.clear()
+    with pytest.raises(ClosedError):
+        calls[name]()
 
 
 def test_keys_of_another_length_are_misuse() -> None:
