@@ -24,6 +24,9 @@ class VaultOptions:
     keys and files."""
     batch_bytes: int = 2 * _MIB
     """Size of one write or read. Staging of this size stays in the processor's cache."""
+    sync_interval_s: float = 30.0
+    """How often full segments are synced to the disk. A power failure costs at most the blocks of
+    segments that were not, and those are found out when the vault is opened."""
     poll_interval_s: float = 0.05
     """How often an idle process looks for what others committed. Loads look every time."""
     max_open_segments: int = 64
@@ -37,6 +40,7 @@ class VaultOptions:
         checks = (
             (self.segment_bytes >= PAGE_BYTES, "segment_bytes"),
             (self.batch_bytes >= PAGE_BYTES, "batch_bytes"),
+            (0 < self.sync_interval_s <= 3600, "sync_interval_s"),
             (0 < self.poll_interval_s <= 60, "poll_interval_s"),
             (self.max_open_segments >= 1, "max_open_segments"),
             (self.lock_timeout_s > 0, "lock_timeout_s"),

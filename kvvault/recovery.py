@@ -18,6 +18,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from sqlalchemy import Connection
+
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import SegmentRow
@@ -56,7 +58,7 @@ class Recovery:
             if row.facts.state is SegmentState.OPEN:
                 report = self._close_abandoned(row, report)
             elif row.facts.state is SegmentState.SEALED:
-                if files.get(name) != row.facts.data_bytes:
+                if files.get(name) != row.facts.data_bytes or self._doubtful(row):
                     report = self._fit_sealed(row, report)
             elif row.facts.state is SegmentState.REVOKED:
                 report = self._finish_deletion(row, report)
@@ -106,7 +108,12 @@ class Recovery:
             return report
         report = self._fit(fresh, file, report)
         file.sync()
-        self.catalog.write(lambda c: operations.seal_segment(c, row.facts.segment_id))
+
+        def seal(connection: Connection) -> None:
+            operations.seal_segment(connection, row.facts.segment_id)
+            operations.mark_synced(connection, [row.facts.segment_id])
+
+        self.catalog.write(seal)
         return replace(report, sealed_segments=report.sealed_segments + 1)
 
     def _fit_sealed(self, row: SegmentRow, report: RecoveryReport) -> RecoveryReport:
@@ -114,14 +121,22 @@ class Recovery:
             file = self.directory.open(segment_name(row.facts.segment_id), writable=True)
         except FileNotFoundError:
             return self._lose(row, report)
-        return self._fit(row, file, report)
+        report = self._fit(row, file, report)
+        if self._doubtful(row):
+            file.sync()
+            self.catalog.write(lambda c: operations.mark_synced(c, [row.facts.segment_id]))
+        return report
+
+    def _doubtful(self, row: SegmentRow) -> bool:
+        """Whether the machine went down before this segment was synced: its bytes may be
+        anything."""
+        return not row.synced and row.boot_id != self.boot_id
 
     def _fit(self, row: SegmentRow, file: SegmentFile, report: RecoveryReport) -> RecoveryReport:
         """Make file and row agree: cut what was not committed, forget what is not there."""
         facts = row.facts
         present = min(facts.blocks, file.size // facts.block_bytes)
-        if facts.state is SegmentState.OPEN and row.boot_id != self.boot_id and present:
-            # The machine went down before this segment was synced: its bytes may be anything.
+        if present and self._doubtful(row):
             present = min(present, self.count_intact(row, file))
         if present < facts.blocks:
             if present == 0:

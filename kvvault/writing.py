@@ -14,8 +14,11 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
+
+from sqlalchemy import Connection
 
 from kvvault import layout
 from kvvault.catalog import operations
@@ -28,12 +31,24 @@ from kvvault.crypto.keys import TenantKeys
 from kvvault.errors import ClosedError, KvvaultError
 from kvvault.model import Clock, Guard, Namespace, PutReport
 from kvvault.options import VaultOptions
+from kvvault.sealing import Sealer
 from kvvault.segments.format import MAX_SLOTS, segment_name
 from kvvault.segments.io import SegmentDir
 from kvvault.segments.store import OpenSegment, Place, Staging, batches
 from kvvault.view import View
 
 log = logging.getLogger(__name__)
+
+
+_ScopeKey = tuple[bytes, bytes]
+
+
+@dataclass(slots=True)
+class _Growing:
+    """Threads of one scope that wait for new segments; `waiting` is guarded by `Writer._lock`."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    waiting: int = 0
 
 
 class Writer:
@@ -64,8 +79,8 @@ class Writer:
         self._busy: dict[bytes, OpenSegment] = {}
         self._in_flight: set[bytes] = set()
         self._local = threading.local()
-        # Syncing a full segment takes as long as the disk likes; no store waits for it.
-        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvvault-seal")
+        self._growing: dict[_ScopeKey, _Growing] = {}
+        self._sealer = Sealer(catalog, directory, options)
 
     # -- storing ----------------------------------------------------------------------------------
 
@@ -165,27 +180,43 @@ class Writer:
     # -- open segments ----------------------------------------------------------------------------
 
     def _check_out(self, tenant: TenantKeys, namespace: Namespace) -> OpenSegment:
-        """An open segment with room that no other thread uses; a new one when there is none.
+        """An open segment with room that no other thread uses; new ones when there is none.
 
         Raises:
-            KvvaultError: a new one cannot be made.
+            KvvaultError: new ones cannot be made.
         """
+        scope = (tenant.tenant_id, namespace.digest)
+        segment = self._take_idle(scope)
+        if segment is not None:
+            return segment
+        with self._lock:
+            growing = self._growing.setdefault(scope, _Growing())
+            growing.waiting += 1
+        try:
+            # One thread makes segments for all that wait: a durable commit flushes the device.
+            with growing.lock:
+                segment = self._take_idle(scope)
+                if segment is None:
+                    made = self._new_segments(tenant, namespace, growing.waiting)
+                    segment = made.pop()
+                    with self._lock:
+                        self._busy[segment.place.segment_id] = segment
+                        self._idle.update((new.place.segment_id, new) for new in made)
+                return segment
+        finally:
+            with self._lock:
+                growing.waiting -= 1
+
+    def _take_idle(self, scope: _ScopeKey) -> OpenSegment | None:
         with self._lock:
             if self._closed:
                 raise ClosedError("the vault is closed", hint="open it again")
             for segment in reversed(self._idle.values()):
-                place = segment.place
-                if (place.tenant_id, place.namespace_digest) == (
-                    tenant.tenant_id,
-                    namespace.digest,
-                ):
-                    del self._idle[place.segment_id]
-                    self._busy[place.segment_id] = segment
+                if (segment.place.tenant_id, segment.place.namespace_digest) == scope:
+                    del self._idle[segment.place.segment_id]
+                    self._busy[segment.place.segment_id] = segment
                     return segment
-        segment = self._new_segment(tenant, namespace)
-        with self._lock:
-            self._busy[segment.place.segment_id] = segment
-        return segment
+        return None
 
     def _check_in(self, segment: OpenSegment) -> None:
         finished: list[OpenSegment] = []
@@ -198,34 +229,53 @@ class Writer:
                 while len(self._idle) > self._options.max_open_segments:
                     finished.append(self._idle.popitem(last=False)[1])
         for done in finished:
-            self._seal_later(done)
+            self._sealer.seal(done)
 
-    def _new_segment(self, tenant: TenantKeys, namespace: Namespace) -> OpenSegment:
-        segment_id = random_id()
-        wrapped, cipher = keys.new_segment(tenant, segment_id, namespace.digest)
-        # Durable before the file exists, let alone has a byte (REQ-C5).
-        self._catalog.write(
-            lambda c: operations.add_segment(
-                c,
-                segment_id=segment_id,
-                tenant_id=tenant.tenant_id,
-                namespace=namespace,
-                wrapped_secret=wrapped.key,
-                commitment=wrapped.commitment,
-                boot_id=self._boot_id,
-                now=self._clock.now(),
-            )
-        )
-        try:
-            file = self._directory.create(segment_name(segment_id))
-        except BaseException:
-            self._destroy(segment_id)
-            raise
-        place = Place(
-            self._vault_id, tenant.tenant_id, namespace.digest, segment_id, namespace.block_bytes
-        )
+    def _new_segments(
+        self, tenant: TenantKeys, namespace: Namespace, count: int
+    ) -> list[OpenSegment]:
+        """Make `count` segments with one durable commit. Each has a key and a place of its own."""
+        made = []
+        for _ in range(count):
+            segment_id = random_id()
+            made.append((segment_id, *keys.new_segment(tenant, segment_id, namespace.digest)))
+        now = self._clock.now()
+
+        def add(connection: Connection) -> None:
+            for segment_id, wrapped, _cipher in made:
+                operations.add_segment(
+                    connection,
+                    segment_id=segment_id,
+                    tenant_id=tenant.tenant_id,
+                    namespace=namespace,
+                    wrapped_secret=wrapped.key,
+                    commitment=wrapped.commitment,
+                    boot_id=self._boot_id,
+                    now=now,
+                )
+
+        # Durable before the files exist, let alone have a byte (REQ-C5).
+        self._catalog.write(add)
         capacity = max(1, min(self._options.segment_bytes // namespace.block_bytes, MAX_SLOTS))
-        return OpenSegment(place, cipher, file, capacity)
+        try:
+            return [
+                OpenSegment(
+                    Place(
+                        self._vault_id,
+                        tenant.tenant_id,
+                        namespace.digest,
+                        segment_id,
+                        namespace.block_bytes,
+                    ),
+                    cipher,
+                    self._directory.create(segment_name(segment_id)),
+                    capacity,
+                )
+                for segment_id, _wrapped, cipher in made
+            ]
+        except BaseException:
+            self._sealer.destroy([segment_id for segment_id, _, _ in made])
+            raise
 
     def _retire(self, segment: OpenSegment, reason: KvvaultError) -> None:
         """Something went wrong with a segment: keep what is committed, write no more to it."""
@@ -235,7 +285,7 @@ class Writer:
             segment.retired = True
             idle = self._idle.pop(segment.place.segment_id, None)
         if idle is not None:
-            self._seal_later(idle)
+            self._sealer.seal(idle)
         # Otherwise the thread that has it checked out seals it when it gives it back.
 
     def segment_died(self, segment_id: bytes) -> None:
@@ -246,45 +296,6 @@ class Writer:
             if segment is not None:
                 segment.retired = True
                 segment.cipher.stop_sealing()
-
-    def _seal_later(self, segment: OpenSegment) -> None:
-        segment.cipher.stop_sealing()
-        try:
-            self._sealer.submit(self._seal, segment)
-        except RuntimeError:  # closing: the executor takes no more
-            self._seal(segment)
-
-    def _seal(self, segment: OpenSegment) -> None:
-        """Sync, mark sealed, cut what was not committed. The segment's commits were queued before
-        this one, so they come first. Running it twice does no harm."""
-        segment_id = segment.place.segment_id
-        try:
-            segment.file.sync()
-            self._directory.sync()
-        except KvvaultError as exc:
-            # After a failed sync nobody knows what the disk holds: discard, never retry (REQ-F3).
-            log.warning("a segment is given up: %s", exc)
-            self._destroy(segment_id)
-            return
-        try:
-            blocks = self._catalog.write(lambda c: operations.seal_segment(c, segment_id))
-            if not blocks:  # empty, or deleted in the meantime
-                self._destroy(segment_id)
-            elif segment.file.size > blocks * segment.place.block_bytes:
-                segment.file.truncate(blocks * segment.place.block_bytes)
-        except KvvaultError as exc:
-            # The lock on the file goes with this object: the next to open the vault finds the
-            # segment without an owner and finishes this.
-            log.warning("a segment stays unsealed until the vault is opened: %s", exc)
-
-    def _destroy(self, segment_id: bytes) -> None:
-        """Revoke a segment, if it still lives, and remove its file. Its blocks become misses."""
-        try:
-            self._catalog.write(lambda c: operations.revoke_segments(c, [segment_id]))
-            self._directory.unlink(segment_name(segment_id))
-            self._catalog.write(lambda c: operations.finish_deletion(c, [segment_id]))
-        except KvvaultError as exc:
-            log.warning("a dead segment stays until the vault is opened: %s", exc)
 
     def _staging(self) -> Staging:
         staging = getattr(self._local, "staging", None)
@@ -299,5 +310,5 @@ class Writer:
             idle = list(self._idle.values())
             self._idle.clear()
         for segment in idle:
-            self._seal_later(segment)
-        self._sealer.shutdown(wait=True)
+            self._sealer.seal(segment)
+        self._sealer.close()

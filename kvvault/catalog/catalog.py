@@ -73,9 +73,9 @@ class Catalog:
             raise ClosedError("the vault is open for reading only", hint="open it for writing")
         return self._queue.submit(operation, durable=durable)
 
-    def write(self, operation: Callable[[Connection], _T]) -> _T:
-        """Write and wait until it is durable."""
-        return self.submit(operation, durable=True).result()
+    def write(self, operation: Callable[[Connection], _T], *, durable: bool = True) -> _T:
+        """Write and wait until it is committed, as a rule durably."""
+        return self.submit(operation, durable=durable).result()
 
     def read(self, operation: Callable[[Connection], _T]) -> _T:
         """Run a query in a read transaction of its own.

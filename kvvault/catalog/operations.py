@@ -40,6 +40,7 @@ class SegmentRow:
     wrapped_secret: bytes | None
     commitment: bytes
     boot_id: str
+    synced: bool
     change: int
 
 
@@ -264,6 +265,17 @@ def seal_segment(connection: Connection, segment_id: bytes) -> int | None:
     return None if row is None else int(row[0])
 
 
+def mark_synced(connection: Connection, segment_ids: Sequence[bytes]) -> None:
+    """Note that the bytes of sealed segments are on the disk."""
+    s = t.segments.c
+    for ids in _chunks(segment_ids):
+        connection.execute(
+            update(t.segments)
+            .where(s.segment_id.in_(ids), s.state == SegmentState.SEALED.value)
+            .values(synced=1)
+        )
+
+
 def revoke_segments(
     connection: Connection,
     segment_ids: Iterable[bytes],
@@ -414,6 +426,7 @@ def _segment(row: Row[tuple[object, ...]]) -> SegmentRow:
             wrapped_secret=None if m["wrapped_secret"] is None else bytes(m["wrapped_secret"]),
             commitment=bytes(m["commitment"]),
             boot_id=str(m["boot_id"]),
+            synced=bool(m["synced"]),
             change=int(m["change"]),
         )
     except (TypeError, ValueError) as exc:

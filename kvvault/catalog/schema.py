@@ -89,6 +89,7 @@ segments = Table(
     Column("block_bytes", Integer, nullable=False),
     Column("blocks", Integer, nullable=False, server_default="0"),
     Column("boot_id", Text, nullable=False),
+    Column("synced", Integer, nullable=False, server_default="0"),
     Column("created_at", Float, nullable=False),
     Column("change", Integer, nullable=False),
     CheckConstraint(
@@ -101,7 +102,7 @@ segments = Table(
     Index("ix_segments_tenant_id", "tenant_id"),
 )
 """`boot_id`: the kernel's boot in which the segment was written; after another boot, what was not
-sealed is authenticated before it is trusted, because a power loss may have taken its bytes."""
+`synced` is authenticated before it is trusted, because a power loss may have taken its bytes."""
 
 extents = Table(
     "extents",

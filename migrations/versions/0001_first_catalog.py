@@ -59,6 +59,7 @@ def upgrade() -> None:
         sa.Column("block_bytes", sa.Integer(), nullable=False),
         sa.Column("blocks", sa.Integer(), nullable=False, server_default="0"),
         sa.Column("boot_id", sa.Text(), nullable=False),
+        sa.Column("synced", sa.Integer(), nullable=False, server_default="0"),
         sa.Column("created_at", sa.Float(), nullable=False),
         sa.Column("change", sa.Integer(), nullable=False),
         sa.CheckConstraint(

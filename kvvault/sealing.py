@@ -1,0 +1,118 @@
+"""Finishing segments in the background: mark sealed, cut what was not committed, sync.
+
+Syncing flushes the whole device and takes as long as it likes, so no store waits for it and it is
+not done for each segment: full segments are sealed at once and synced together, every
+`VaultOptions.sync_interval_s`. Until then the catalog says ``synced = 0``; should the machine go
+down in between, opening the vault authenticates those segments before it trusts them.
+
+One thread. `seal` may be called from any.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+
+from kvvault.catalog import operations
+from kvvault.catalog.catalog import Catalog
+from kvvault.errors import KvvaultError
+from kvvault.options import VaultOptions
+from kvvault.segments.format import segment_name
+from kvvault.segments.io import SegmentDir, SegmentFile
+from kvvault.segments.store import OpenSegment
+
+log = logging.getLogger(__name__)
+
+_MAX_UNSYNCED = 64
+"""Files that may wait for a sync: each keeps a descriptor."""
+
+
+class Sealer:
+    """Seals what `seal` is given, in order."""
+
+    def __init__(self, catalog: Catalog, directory: SegmentDir, options: VaultOptions) -> None:
+        self._catalog = catalog
+        self._directory = directory
+        self._interval = options.sync_interval_s
+        self._queue: queue.SimpleQueue[OpenSegment | None] = queue.SimpleQueue()
+        self._unsynced: dict[bytes, SegmentFile] = {}
+        self._thread = threading.Thread(target=self._run, name="kvvault-seal", daemon=True)
+        self._thread.start()
+
+    def seal(self, segment: OpenSegment) -> None:
+        """Have a segment sealed that nobody writes to any more. Twice does no harm."""
+        segment.cipher.stop_sealing()
+        self._queue.put(segment)
+
+    def close(self) -> None:
+        """Seal and sync everything, then stop. Idempotent."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        next_sync = time.monotonic() + self._interval
+        closing = False
+        while not closing:
+            try:
+                segment = self._queue.get(timeout=max(0.0, next_sync - time.monotonic()))
+            except queue.Empty:
+                pass
+            else:
+                closing = segment is None
+                if segment is not None:
+                    self._seal(segment)
+            due = time.monotonic() >= next_sync or len(self._unsynced) >= _MAX_UNSYNCED
+            if due or closing:
+                self._sync()
+                next_sync = time.monotonic() + self._interval
+
+    def _seal(self, segment: OpenSegment) -> None:
+        """The segment's commits were queued before this one, so they come first."""
+        segment_id = segment.place.segment_id
+        try:
+            blocks = self._catalog.write(
+                lambda c: operations.seal_segment(c, segment_id), durable=False
+            )
+            if not blocks:  # empty, or deleted in the meantime
+                self.destroy([segment_id])
+                return
+            if segment.file.size > blocks * segment.place.block_bytes:
+                segment.file.truncate(blocks * segment.place.block_bytes)
+            self._unsynced[segment_id] = segment.file
+        except KvvaultError as exc:
+            # The lock on the file goes with this object: the next to open the vault finds the
+            # segment without an owner and finishes this.
+            log.warning("a segment stays unsealed until the vault is opened: %s", exc)
+
+    def _sync(self) -> None:
+        waiting, self._unsynced = self._unsynced, {}
+        synced = []
+        for segment_id, file in waiting.items():
+            try:
+                file.sync()
+                synced.append(segment_id)
+            except KvvaultError as exc:
+                # After a failed sync nobody knows what the disk holds: discard, never retry
+                # (REQ-F3).
+                log.warning("a segment is given up: %s", exc)
+                self.destroy([segment_id])
+        if synced:
+            try:
+                self._directory.sync()
+                self._catalog.write(lambda c: operations.mark_synced(c, synced))
+            except KvvaultError as exc:
+                log.warning("segments are not known to be synced: %s", exc)
+
+    def destroy(self, segment_ids: Sequence[bytes]) -> None:
+        """Revoke segments, if they still live, and remove their files. Their blocks become misses.
+        Any thread."""
+        try:
+            self._catalog.write(lambda c: operations.revoke_segments(c, segment_ids))
+            for segment_id in segment_ids:
+                self._directory.unlink(segment_name(segment_id))
+            self._catalog.write(lambda c: operations.finish_deletion(c, segment_ids))
+        except KvvaultError as exc:
+            log.warning("dead segments stay until the vault is opened: %s", exc)
