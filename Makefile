@@ -11,6 +11,10 @@ PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	done)
 endif
 
+# vLLM compiles a few small functions at run time even with --enforce-eager. That needs a C++
+# compiler, costs seconds, and gains nothing on the small models of the demo and the tests.
+export TORCHDYNAMO_DISABLE ?= 1
+
 BIN := $(abspath $(VENV))/bin
 BOOTSTRAP = $(PYTHON) scripts/bootstrap.py --venv $(VENV) $(BOOTSTRAP_ARGS)
 
