@@ -185,10 +185,11 @@ def translated_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except DBAPIError as exc:
-        raise _translate(exc, doing) from None
+        raise translate(exc, doing) from None
 
 
-def _translate(exc: DBAPIError, doing: str) -> KvvaultError:
+def translate(exc: DBAPIError, doing: str) -> KvvaultError:
+    """An error of SQLAlchemy's as one of ours."""
     name = str(getattr(exc.orig, "sqlite_errorname", "") or "")
     text = str(exc.orig).lower()
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or "locked" in text:

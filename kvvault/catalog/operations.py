@@ -79,10 +79,14 @@ def get_meta(connection: Connection, name: str) -> bytes | None:
 
 
 def _next_change(connection: Connection) -> int:
-    statement = upsert(t.counters).values(name="change", value=1)
+    # Above every number in use even when the counter was lost or set back: other processes look
+    # only for larger numbers, and would go on serving a segment whose revocation got a smaller one.
+    newest = select(func.coalesce(func.max(t.segments.c.change), 0) + 1).scalar_subquery()
+    statement = upsert(t.counters).values(name="change", value=newest)
     row = connection.execute(
         statement.on_conflict_do_update(
-            index_elements=["name"], set_={"value": t.counters.c.value + 1}
+            index_elements=["name"],
+            set_={"value": func.max(t.counters.c.value + 1, statement.excluded.value)},
         ).returning(t.counters.c.value)
     ).one()
     return int(row[0])

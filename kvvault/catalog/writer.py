@@ -24,8 +24,9 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from kvvault.catalog.database import set_durability, translated_errors
+from kvvault.catalog.database import set_durability, translate, translated_errors
 from kvvault.errors import CatalogError, ClosedError, KvvaultError
 
 _T = TypeVar("_T")
@@ -44,13 +45,18 @@ class _Pending(Generic[_T]):
         self._result: list[_T] = []
 
     def run(self, connection: Connection) -> None:
-        """Run inside a savepoint. Refusals of the operation itself (our errors) end it alone;
-        errors of SQLite go up, because SQLite may have rolled back the whole transaction."""
+        """Run inside a savepoint. What the operation itself did wrong (a refusal, a violated
+        constraint, a bug) ends it alone; other errors of SQLite go up, because SQLite may have
+        rolled back the whole transaction."""
         try:
             with connection.begin_nested():
                 self._result = [self._operation(connection)]
-        except KvvaultError as exc:
-            self.fail(exc)
+        except IntegrityError as exc:
+            self.fail(translate(exc, "write to the catalog"))
+        except DBAPIError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - else one bug would undo what others wrote
+            self.fail(_as_error(exc))
 
     def publish(self) -> None:
         if not self._future.done():

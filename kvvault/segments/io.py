@@ -317,8 +317,13 @@ def check_private_file(fd: int, what: str) -> None:
     Raises:
         UnsafeFileError: it is something else.
     """
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode):
+    _check_private(os.fstat(fd), what)
+
+
+def _check_private(info: os.stat_result, what: str) -> None:
+    if stat.S_ISLNK(info.st_mode):
+        problem = "is a symbolic link"
+    elif not stat.S_ISREG(info.st_mode):
         problem = "is not a regular file"
     elif info.st_uid != os.geteuid():
         problem = "belongs to another account"
@@ -348,21 +353,19 @@ def storage_error(exc: OSError, what: str) -> StorageError:
 
 
 def check_path(path: Path, what: str) -> None:
-    """`check_private_file` for a path; links are not followed.
+    """`check_private_file` for a path; links are not followed, and the file is not opened: closing
+    any descriptor of an SQLite database takes away every lock that this process holds on it (POSIX
+    locks belong to the process; sqlite.org, "How to corrupt").
 
     Raises:
         FileNotFoundError: nothing is there.
         UnsafeFileError: something else is.
+        StorageError: it cannot be looked at.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OPEN)
+        info = os.lstat(path)
     except FileNotFoundError:
         raise
     except OSError as exc:
-        if exc.errno == errno.ELOOP:
-            raise UnsafeFileError(f"{what} is a symbolic link", hint="remove it") from exc
-        raise storage_error(exc, f"open {what}") from exc
-    try:
-        check_private_file(fd, what)
-    finally:
-        os.close(fd)
+        raise storage_error(exc, f"look at {what}") from exc
+    _check_private(info, what)

@@ -1,0 +1,1 @@
+"""The core: vault, segments, catalog, recovery."""
