@@ -6,8 +6,12 @@ exclusively once: everybody who looked before the commit has left by then, every
 sees the revocation. Readers hold it for CPU work only, never across a read from disk, so a hung
 disk cannot hold up an erasure.
 
-Two locks, because flock is not fair: readers pass the *gate* shared (for a microsecond) on their
-way in, the eraser closes the gate and then waits for the fence, so new readers cannot starve it.
+flock is not fair: a reader gets a shared lock although somebody waits for an exclusive one, so a
+few busy readers would keep an eraser out for ever. Hence a second file, the *gate*. An eraser locks
+it exclusively and writes `_SHUT` into its first byte; a reader looks at that byte on its way in,
+and while it is there queues up behind the eraser. The byte makes nothing safe, it only makes room:
+were it lost, an eraser would wait longer. One left behind by an eraser that died is taken away by
+the first reader that gets past its lock.
 """
 
 from __future__ import annotations
@@ -25,13 +29,15 @@ from kvvault.errors import VaultLockedError
 from kvvault.segments.io import check_private_file, open_private_dir, storage_error
 
 _POLL_S = 0.001
+_SHUT = b"1"
+_OPEN = b"0"
 
 
 class Fence:
     """Inter-process and inter-thread reader/eraser lock in a directory of lock files.
 
     Thread-safe. Each entry uses a descriptor pair of its own (flock belongs to the open file, not
-    to the process), taken from a pool so that the usual entry costs four system calls.
+    to the process), taken from a pool so that the usual entry costs three system calls.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -110,15 +116,25 @@ class Fence:
             StorageError, UnsafeFileError: the lock files cannot be had: nothing may be published.
         """
         with self._pair() as (gate, fence):
-            fcntl.flock(gate, fcntl.LOCK_SH)
-            try:
-                fcntl.flock(fence, fcntl.LOCK_SH)
-            finally:
-                fcntl.flock(gate, fcntl.LOCK_UN)
+            if os.pread(gate, 1, 0) == _SHUT:
+                self._queue_up(gate)
+            fcntl.flock(fence, fcntl.LOCK_SH)
             try:
                 yield
             finally:
                 fcntl.flock(fence, fcntl.LOCK_UN)
+
+    def _queue_up(self, gate: int) -> None:
+        fcntl.flock(gate, fcntl.LOCK_SH)
+        try:
+            if os.pread(gate, 1, 0) == _SHUT:  # whoever wrote it is gone, or its lock would be here
+                self._mark(gate, _OPEN)
+        finally:
+            fcntl.flock(gate, fcntl.LOCK_UN)
+
+    def _mark(self, gate: int, state: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk, a read-only mount: fairness only
+            os.pwrite(gate, state, 0)
 
     def drain(self, timeout: float) -> None:
         """Wait until every reader that was inside when this was called has left.
@@ -131,9 +147,11 @@ class Fence:
         with self._pair() as (gate, fence):
             _lock_until(gate, until)
             try:
+                self._mark(gate, _SHUT)
                 _lock_until(fence, until)
                 fcntl.flock(fence, fcntl.LOCK_UN)
             finally:
+                self._mark(gate, _OPEN)
                 fcntl.flock(gate, fcntl.LOCK_UN)
 
     @contextlib.contextmanager

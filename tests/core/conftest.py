@@ -12,7 +12,6 @@ import pytest
 from kvvault.vault import Scope, Vault
 from tests.core.support import Home, namespace
 
-
 SHM = Path("/dev/shm")
 
 
