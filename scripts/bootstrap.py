@@ -61,11 +61,11 @@ class BootstrapError(Exception):
     """Ends the run: one line what, one line what to do."""
 
 
-def say(text):
+def say(text: str) -> None:
     print(f"[bootstrap {time.monotonic() - STARTED:4.0f} s] {text}", flush=True)
 
 
-def environment():
+def environment() -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k not in STRAY}
     env.update(PYTHONNOUSERSITE="1", PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")
     return env
@@ -74,7 +74,7 @@ def environment():
 # ------------------------------------------------------------------------ looking first
 
 
-def check_python():
+def check_python() -> None:
     oldest, newest = (tuple(int(part) for part in v.split(".")) for v in (OLDEST, NEWEST))
     if not oldest <= sys.version_info[:2] <= newest:
         raise BootstrapError(
@@ -88,7 +88,7 @@ def check_python():
         )
 
 
-def missing_packages(layers):
+def missing_packages(layers: list[str]) -> list[str]:
     """Debian packages without which the layers could not be made or would not import."""
     missing = []
     # Debian splits these two out of its Python; a venv without them has no pip.
@@ -103,7 +103,7 @@ def missing_packages(layers):
     return missing
 
 
-def install_packages(packages, allowed):
+def install_packages(packages: list[str], allowed: bool) -> None:
     command = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
     if not allowed or os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise BootstrapError(
@@ -116,7 +116,7 @@ def install_packages(packages, allowed):
     subprocess.run(command, check=True, env=env)
 
 
-def check_machine(layers, venv):
+def check_machine(layers: list[str], venv: Path) -> None:
     if "vllm" in layers:
         machine = platform.machine()
         if machine not in ("x86_64", "aarch64"):
@@ -141,7 +141,7 @@ def check_machine(layers, venv):
 # ----------------------------------------------------------------------------- stamps
 
 
-def fingerprint(layer, venv):
+def fingerprint(layer: str, venv: Path) -> str:
     """Everything that decides what the layer contains, and where it works."""
     import tomllib
 
@@ -160,11 +160,11 @@ def fingerprint(layer, venv):
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def stamp(layer, venv):
+def stamp(layer: str, venv: Path) -> Path:
     return venv / (".made-" + layer)
 
 
-def is_made(layer, venv):
+def is_made(layer: str, venv: Path) -> bool:
     python = venv / "bin" / "python"
     try:
         wanted = fingerprint(layer, venv)
@@ -176,13 +176,13 @@ def is_made(layer, venv):
 # --------------------------------------------------------------------------- installing
 
 
-def run_inside(venv, code):
+def run_inside(venv: Path, code: str) -> subprocess.CompletedProcess[str]:
     command = [str(venv / "bin" / "python"), "-c", code]
     env = dict(environment(), VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
-def works(venv):
+def works(venv: Path) -> bool:
     """Whether the environment has a Python that starts, knows this place, and has pip."""
     if not (venv / "bin" / "python").exists():
         return False
@@ -190,14 +190,14 @@ def works(venv):
     return found.stdout.strip() == f"{tuple(sys.version_info[:2])} {venv}"
 
 
-def pip(venv, *arguments):
+def pip(venv: Path, *arguments: str) -> bool:
     say(f"pip install {' '.join(arguments)}")
     command = [str(venv / "bin" / "python"), "-m", "pip", "install", "--retries=8", "--timeout=60"]
     command += arguments
     return subprocess.run(command, cwd=ROOT, env=environment(), check=False).returncode == 0
 
 
-def pip_or_stop(venv, *arguments):
+def pip_or_stop(venv: Path, *arguments: str) -> None:
     if not pip(venv, *arguments):
         raise BootstrapError(
             "pip could not install that, its reason stands above\n"
@@ -205,12 +205,12 @@ def pip_or_stop(venv, *arguments):
         )
 
 
-def installed_torch(venv):
+def installed_torch(venv: Path) -> str:
     found = run_inside(venv, "import importlib.metadata as m; print(m.version('torch'))")
     return found.stdout.strip()
 
 
-def make_vllm(venv):
+def make_vllm(venv: Path) -> None:
     index = os.environ.get("TORCH_INDEX", "")
     extra = ["--extra-index-url", index] if index else []
     have = installed_torch(venv).split("+")[0] == TORCH
@@ -235,7 +235,7 @@ def make_vllm(venv):
         )
 
 
-def make_venv(venv):
+def make_venv(venv: Path) -> None:
     if venv.is_dir() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
         raise BootstrapError(
             f"{venv} is neither empty nor a virtual environment\n"
@@ -246,7 +246,7 @@ def make_venv(venv):
     subprocess.run(command, check=True, env=environment())
 
 
-def make_layer(layer, venv):
+def make_layer(layer: str, venv: Path) -> None:
     say(f"{layer}: {LAYERS[layer][0]}")
     stamp(layer, venv).unlink(missing_ok=True)
     if layer == "vllm":
@@ -257,7 +257,7 @@ def make_layer(layer, venv):
     stamp(layer, venv).write_text(fingerprint(layer, venv), encoding="ascii")
 
 
-def bootstrap(layers, venv, apt, only_check):
+def bootstrap(layers: list[str], venv: Path, apt: bool, only_check: bool) -> None:
     check_python()
     wanted = [layer for layer in LAYERS if layer in layers]
     if "core" in wanted and ("dev" in wanted or is_made("dev", venv)):
@@ -280,7 +280,7 @@ def bootstrap(layers, venv, apt, only_check):
     say(f"ready: {venv}")
 
 
-def main():
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("layers", nargs="+", choices=list(LAYERS), metavar="LAYER")
     parser.add_argument("--venv", default=str(ROOT / ".venv"))

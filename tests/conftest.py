@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, settings
 
 # No deadline: the machines that run this are slow and shared, and a test that asserts a
 # time belongs to the benchmarks. "dev" is for the loop at the keyboard.
-_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("dev", max_examples=50, **_COMMON)
-settings.register_profile("ci", max_examples=300, database=None, print_blob=True, **_COMMON)
-settings.register_profile("soak", max_examples=10_000, **_COMMON)
+_COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("dev", _COMMON, max_examples=50)
+settings.register_profile("ci", _COMMON, max_examples=300, database=None, print_blob=True)
+settings.register_profile("soak", _COMMON, max_examples=10_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.getenv("CI") else "dev"))
 
 # Packages that only some environments have, and the marker that says a test needs them.
