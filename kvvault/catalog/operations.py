@@ -224,6 +224,20 @@ def add_segment(
     )
 
 
+# The two statements of every write and the two of every refresh are plain SQL: built through
+# SQLAlchemy's expressions they cost about ten times as much (2 ms of CPU a batch, measured), which
+# was most of the CPU of a store.
+_GROW = """
+    UPDATE segments SET blocks = blocks + ?
+    WHERE segment_id = ? AND state = 'open' AND blocks = ?
+"""
+_ADD_EXTENT = """
+    INSERT INTO extents (segment_id, first_slot, block_ids, nonces, tags) VALUES (?, ?, ?, ?, ?)
+"""
+_NEW_SEGMENTS = "SELECT * FROM segments WHERE change > ? ORDER BY change"
+_NEW_EXTENTS = "SELECT * FROM extents WHERE extent_no > ? ORDER BY extent_no"
+
+
 def add_extent(connection: Connection, extent: Extent) -> None:
     """Commit written slots. The segment must still be open and end exactly where they begin, so
     committed slots are always a prefix of the file.
@@ -231,26 +245,12 @@ def add_extent(connection: Connection, extent: Extent) -> None:
     Raises:
         SegmentGoneError: it is not, or does not.
     """
-    s = t.segments.c
-    grown = connection.execute(
-        update(t.segments)
-        .where(
-            s.segment_id == extent.segment_id,
-            s.state == SegmentState.OPEN.value,
-            s.blocks == extent.first_slot,
-        )
-        .values(blocks=s.blocks + extent.count)
-    )
+    grown = connection.exec_driver_sql(_GROW, (extent.count, extent.segment_id, extent.first_slot))
     if grown.rowcount != 1:
         raise SegmentGoneError
-    connection.execute(
-        insert(t.extents).values(
-            segment_id=extent.segment_id,
-            first_slot=extent.first_slot,
-            block_ids=extent.block_ids,
-            nonces=extent.nonces,
-            tags=extent.tags,
-        )
+    connection.exec_driver_sql(
+        _ADD_EXTENT,
+        (extent.segment_id, extent.first_slot, extent.block_ids, extent.nonces, extent.tags),
     )
 
 
@@ -369,19 +369,15 @@ def list_segments(
 
 
 def changes_since(connection: Connection, change: int, extent_no: int) -> Delta:
-    """Segments that changed and extents that were added since, in commit order."""
-    segments = [
-        _segment(row)
-        for row in connection.execute(
-            select(t.segments).where(t.segments.c.change > change).order_by(t.segments.c.change)
-        )
-    ]
-    e = t.extents.c
+    """Segments that changed and extents that were added since, in commit order.
+
+    Raises:
+        CatalogCorruptError: a segment's row cannot be what it says.
+    """
+    segments = [_segment(row) for row in connection.exec_driver_sql(_NEW_SEGMENTS, (change,))]
     extents: list[Extent] = []
     last = extent_no
-    for row in connection.execute(
-        select(t.extents).where(e.extent_no > extent_no).order_by(e.extent_no)
-    ):
+    for row in connection.exec_driver_sql(_NEW_EXTENTS, (extent_no,)):
         last = int(row._mapping["extent_no"])
         extents += _extent(row)
     newest = max((segment.change for segment in segments), default=change)

@@ -48,15 +48,18 @@ class _Pending(Generic[_T]):
         """Run inside a savepoint. What the operation itself did wrong (a refusal, a violated
         constraint, a bug) ends it alone; other errors of SQLite go up, because SQLite may have
         rolled back the whole transaction."""
+        connection.exec_driver_sql("SAVEPOINT operation")
         try:
-            with connection.begin_nested():
-                self._result = [self._operation(connection)]
+            self._result = [self._operation(connection)]
         except IntegrityError as exc:
             self.fail(translate(exc, "write to the catalog"))
         except DBAPIError:
             raise
         except Exception as exc:  # noqa: BLE001 - else one bug would undo what others wrote
             self.fail(_as_error(exc))
+        if self._future.done():
+            connection.exec_driver_sql("ROLLBACK TO operation")
+        connection.exec_driver_sql("RELEASE operation")
 
     def publish(self) -> None:
         if not self._future.done():
