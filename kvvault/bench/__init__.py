@@ -1,0 +1,1 @@
+"""The measurements that kvvault publishes, runnable by anybody. Needs vLLM for the comparison."""
