@@ -1,7 +1,7 @@
 """Where each block is, in memory: an open-addressing hash table over numpy arrays.
 
 A dictionary of 16-byte ids costs about 180 bytes an entry; this table costs 24 bytes a slot at a
-load between 0.3 and 0.6, so 40 to 80 bytes a block. Block ids are HMAC outputs, hence uniform: the
+load between 0.25 and 0.6, so 40 to 96 bytes a block. Block ids are HMAC outputs, hence uniform: the
 low 64 bits serve as the hash as they are.
 
 Readers take no lock: `find` runs on the engine's scheduler thread and must never wait. They read
@@ -28,7 +28,10 @@ from kvvault.model import ID_BYTES
 _PAIR = struct.Struct("<QQ")
 _MIN_SLOTS = 1024
 _MAX_LOAD = 0.6
-_TARGET_LOAD = 0.3
+_TARGET_LOAD = 0.5
+"""At most this after a rebuild; at least half of it, since sizes are powers of two. Less would cost
+memory (with nonce and tag, 28 bytes, a block stays below 128), more would rebuild again too soon.
+"""
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 

@@ -113,9 +113,10 @@ def test_readers_share(fence: Fence) -> None:
         reader.leave()
 
 
-def test_draining_an_empty_fence(fence: Fence) -> None:
+def test_draining_an_empty_fence(fence: Fence, directory: Path) -> None:
     for _ in range(3):
         fence.drain(LONG)
+        assert (directory / "gate").read_bytes() == b"0"
 
 
 def test_it_waits_for_who_is_inside(fence: Fence) -> None:
