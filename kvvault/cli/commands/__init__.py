@@ -1,0 +1,17 @@
+"""The commands, in the order in which the help shows them."""
+
+from __future__ import annotations
+
+import typer
+
+from kvvault.cli.commands import doctor, engine, listing, vault
+
+__all__ = ["register_all"]
+
+
+def register_all(app: typer.Typer) -> None:
+    """Add every command to `app`."""
+    vault.register(app)
+    listing.register(app)
+    doctor.register(app)
+    engine.register(app)
