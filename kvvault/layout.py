@@ -56,6 +56,10 @@ __all__ = [
 ]
 
 
+_UNFINISHED = f".{DESCRIPTOR_NAME}.new"
+"""The descriptor while it is being written."""
+
+
 class _DescriptorFile(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -155,11 +159,21 @@ def refuse_occupied(path: Path) -> None:
         raise VaultExistsError(f"{path} is not a directory", hint="name a new or empty directory")
     if path.is_dir():
         try:
-            occupied = any(path.iterdir())
+            occupied = any(not _leftover(entry) for entry in path.iterdir())
         except OSError as exc:
             raise _refused(exc, path) from exc
         if occupied:
             raise VaultExistsError(f"{path} is not empty", hint="name a new or empty directory")
+
+
+def _leftover(entry: Path) -> bool:
+    """Whether `build` makes such an entry before there is a vault: what is left when it is killed
+    then must not keep the next attempt from succeeding."""
+    if entry.is_symlink():
+        return False
+    if entry.name in (SEGMENTS_NAME, LOCKS_NAME):
+        return entry.is_dir() and not any(entry.iterdir())
+    return entry.name == _UNFINISHED and entry.is_file()
 
 
 def build(path: Path, descriptor: Descriptor) -> None:
@@ -184,7 +198,7 @@ def build(path: Path, descriptor: Descriptor) -> None:
             indent=2,
         )
         target = path / DESCRIPTOR_NAME
-        temporary = path / f".{DESCRIPTOR_NAME}.new"
+        temporary = path / _UNFINISHED
         fd = os.open(
             temporary,
             os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC,
