@@ -4,18 +4,20 @@ The caller submits transfers and polls for finished ones; neither call blocks, d
 
 - Loads go before stores: somebody waits for a load. One thread at least is never used for stores.
 - The store queue is bounded in bytes; what does not fit is dropped and counted.
-- Every transfer has a time limit. One that passes it is finished as failed *although its thread
-  may still hang in the disk*: its guard is closed first, after which that thread can no longer
-  touch the caller's buffers (`kvvault.model.Guard`).
+- Every transfer has a time limit, from submission on. One that passes it is finished as failed
+  *although its thread may still hang in the disk*: its guard is closed first, after which that
+  thread can no longer touch the caller's buffers (`kvvault.model.Guard`). Limits are enforced by
+  whoever polls (`TransferPool.finished`), so there is no timer thread.
 - While threads hang beyond their limit the pool is *stalled*: it takes nothing new, so a dead disk
   costs the caller one time limit and not one per request. It recovers by itself.
 
-Locks: `_condition` guards the queues and is held for a few list operations at a time, by workers
-and callers alike; each transfer's guard has a lock of its own.
+Locks: `TransferPool._lock` guards queues and counts and is held for a few list operations at a
+time, by workers and callers alike; each transfer's guard has a lock of its own, taken below it.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import deque
@@ -23,19 +25,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from kvvault.errors import ConfigError
 from kvvault.model import Clock, Guard
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_DRAIN_POLL_S = 0.05
+"""How often a drain looks for passed time limits; transfers that end by themselves wake it."""
+
 Part = Callable[[Guard], _T]
-"""A piece of a transfer, run on a worker thread. It may block; it touches the caller's buffers only
-inside the guard it is given."""
+"""A piece of a transfer, run on a worker thread. It may block, but only outside the guard that it
+is given; it touches the caller's buffers only inside, and leaves the guard whatever happens."""
 
 
 class TransferGuard:
-    """A guard that can be closed from outside, once nobody is inside."""
+    """A guard that is closed from outside. Closing refuses whoever comes; who is inside goes on."""
 
     __slots__ = ("_abandoned", "_inside", "_lock")
 
@@ -56,73 +62,122 @@ class TransferGuard:
             self._inside -= 1
 
     def abandon(self) -> bool:
-        """Close the guard; False while somebody is inside (CPU work: it is over in a moment)."""
+        """Close the guard for good. True when nobody is inside, so that the buffers are the
+        caller's again; else ask again (inside is CPU work: it is over in a moment)."""
         with self._lock:
-            if self._inside:
-                return False
             self._abandoned = True
-            return True
+            return self._inside == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Finished(Generic[_T]):
-    """A transfer that is over."""
+    """A transfer that is over. No thread touches its buffers any more."""
 
     transfer_id: int
     is_load: bool
     results: tuple[_T | None, ...]
-    """One per part, in order; None where a part did not finish in time or failed."""
+    """One per part, in order; None where a part did not finish in time, raised, or never began."""
     seconds: float
     """From submission on."""
     nbytes: int
     timed_out: bool
 
 
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """Settings of a pool; seconds and bytes. Checked when made.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    threads: int = 4
+    """At least 2: one is kept free of stores."""
+    store_queue_bytes: int = 256 << 20
+    """Bytes of stores that may be queued or under way. They stay pinned in the caller's memory. A
+    single larger store is taken when it is alone, or it could never be stored."""
+    load_timeout_s: float = 10.0
+    """About what recomputing a long prompt costs: waiting longer would be worse than a miss."""
+    store_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.threads >= 2, "threads"),
+            (self.store_queue_bytes > 0, "store_queue_bytes"),
+            (self.load_timeout_s > 0, "load_timeout_s"),
+            (self.store_timeout_s > 0, "store_timeout_s"),
+        )
+        for good, name in checks:
+            if not good:
+                raise ConfigError(f"{name} is out of range", hint="see PoolOptions")
+
+
 @dataclass(slots=True, eq=False)
 class _Transfer(Generic[_T]):
     transfer_id: int
-    is_load: bool
+    lane: _Lane[_T]
     parts: Sequence[Part[_T]]
     nbytes: int
     submitted: float
     deadline: float
     results: list[_T | None]
-    guard: TransferGuard = field(default_factory=TransferGuard)
-    left: int = 0
+    left: int
+    """Parts that have not ended."""
+    running: int = 0
+    """Parts that a thread has taken and not ended."""
     over: bool = False
+    guard: TransferGuard = field(default_factory=TransferGuard)
 
 
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """Settings of a pool; seconds and bytes."""
+@dataclass(slots=True, eq=False)
+class _Lane(Generic[_T]):
+    """Loads or stores."""
 
-    threads: int = 4
-    store_queue_bytes: int = 256 << 20
-    """Bytes of stores that may be queued or under way. They stay pinned in the caller's memory."""
-    load_timeout_s: float = 10.0
-    """About what recomputing a long prompt costs: waiting longer would be worse than a miss."""
-    store_timeout_s: float = 30.0
+    is_load: bool
+    timeout_s: float
+    max_running: int
+    running: int = 0
+    waiting: deque[tuple[_Transfer[_T], int]] = field(default_factory=deque)
+    """Parts that no thread has taken, first come first served."""
+    active: dict[_Transfer[_T], None] = field(default_factory=dict)
+    """Transfers that have not ended in order of submission, hence of deadline."""
+    nbytes: int = 0
+    """Bytes of `active`."""
 
 
 class TransferPool(Generic[_T]):
     """Runs transfers whose parts return `_T`. All methods from any thread."""
 
-    def __init__(self, options: PoolOptions, clock: Clock, *, name: str = "kvvault-io") -> None:
+    def __init__(
+        self,
+        options: PoolOptions,
+        clock: Clock,
+        *,
+        on_end: Callable[[], None] | None = None,
+        name: str = "kvvault-io",
+    ) -> None:
+        """Start the threads.
+
+        `on_end` is called on a worker thread, without any lock, after that thread has ended a
+        transfer or come back from one that was given up. What a time limit or `close` ends shows in
+        `finished` alone.
+        """
         self._options = options
         self._clock = clock
-        self._condition = threading.Condition()
-        self._loads: deque[tuple[_Transfer[_T], int]] = deque()
-        self._stores: deque[tuple[_Transfer[_T], int]] = deque()
-        self._active: dict[int, _Transfer[_T]] = {}
-        self._finished: deque[Finished[_T]] = deque()
-        self._store_bytes = 0
-        self._storing = 0
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        # Two conditions on one lock: a wake-up meant for a worker must not be used up by somebody
+        # who drains.
+        self._work_there = threading.Condition(self._lock)
+        self._transfer_over = threading.Condition(self._lock)
+        count = options.threads
+        self._loads: _Lane[_T] = _Lane(True, options.load_timeout_s, count)
+        self._stores: _Lane[_T] = _Lane(False, options.store_timeout_s, count - 1)
+        self._lanes = (self._loads, self._stores)
+        self._ended: list[Finished[_T]] = []
         self._dropped = 0
         self._stuck = 0
         self._closed = False
-        self._next_reap = 0.0
-        count = max(2, options.threads)
-        self._max_storing = count - 1
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True)
             for i in range(count)
@@ -134,53 +189,43 @@ class TransferPool(Generic[_T]):
 
     def submit_load(self, transfer_id: int, parts: Sequence[Part[_T]], nbytes: int) -> bool:
         """Queue a load; False when the pool is stalled or closed (treat it as a miss)."""
-        return self._submit(transfer_id, parts, nbytes, is_load=True)
+        return self._submit(self._loads, transfer_id, parts, nbytes)
 
     def submit_store(self, transfer_id: int, parts: Sequence[Part[_T]], nbytes: int) -> bool:
         """Queue a store; False when it was dropped: queue full, pool stalled or closed."""
-        return self._submit(transfer_id, parts, nbytes, is_load=False)
+        return self._submit(self._stores, transfer_id, parts, nbytes)
 
     def _submit(
-        self, transfer_id: int, parts: Sequence[Part[_T]], nbytes: int, *, is_load: bool
+        self, lane: _Lane[_T], transfer_id: int, parts: Sequence[Part[_T]], nbytes: int
     ) -> bool:
-        now = self._clock.monotonic()
-        limit = self._options.load_timeout_s if is_load else self._options.store_timeout_s
-        transfer: _Transfer[_T] = _Transfer(
-            transfer_id,
-            is_load,
-            parts,
-            nbytes,
-            now,
-            now + limit,
-            [None] * len(parts),
-            left=len(parts),
-        )
-        with self._condition:
-            full = not is_load and self._store_bytes + nbytes > self._options.store_queue_bytes
+        with self._lock:
+            full = (
+                not lane.is_load
+                and lane.active
+                and lane.nbytes + nbytes > self._options.store_queue_bytes
+            )
             if self._closed or self._stuck or full:
                 self._dropped += 1
                 return False
-            if not parts:
-                transfer.over = True
-                self._finished.append(self._result(transfer, timed_out=False))
-                return True
-            self._active[id(transfer)] = transfer
-            pieces = ((transfer, i) for i in range(len(parts)))
-            if is_load:
-                self._loads.extend(pieces)
-            else:
-                self._store_bytes += nbytes
-                self._stores.extend(pieces)
-            self._condition.notify(len(parts))
+            now = self._clock.monotonic()
+            count = len(parts)
+            transfer: _Transfer[_T] = _Transfer(
+                transfer_id, lane, parts, nbytes, now, now + lane.timeout_s, [None] * count, count
+            )
+            lane.active[transfer] = None
+            lane.nbytes += nbytes
+            if not count:
+                self._end(transfer)
+            lane.waiting.extend((transfer, i) for i in range(count))
+            self._work_there.notify(count)
         return True
 
     def finished(self) -> list[Finished[_T]]:
         """Transfers that ended since the last call; also ends those past their time limit."""
-        self._reap()
-        result = []
-        while self._finished:
-            result.append(self._finished.popleft())
-        return result
+        with self._lock:
+            self._reap()
+            ended, self._ended = self._ended, []
+        return ended
 
     @property
     def stalled(self) -> bool:
@@ -189,121 +234,126 @@ class TransferPool(Generic[_T]):
 
     @property
     def pending(self) -> int:
-        """Transfers that have not ended."""
-        return len(self._active)
+        """Transfers whose end `finished` has not told yet."""
+        with self._lock:
+            return len(self._loads.active) + len(self._stores.active) + len(self._ended)
 
     @property
     def dropped(self) -> int:
         """Transfers that were not taken, since the start."""
         return self._dropped
 
-    def _reap(self) -> None:
-        """End transfers past their limit. At most ten times a second: it walks all active ones."""
-        now = self._clock.monotonic()
-        if now < self._next_reap:
-            return
-        self._next_reap = now + 0.1
-        with self._condition:
-            for transfer in list(self._active.values()):
-                # A part inside the guard is done in a moment: then the next poll ends it.
-                if transfer.deadline <= now and transfer.guard.abandon():
-                    self._end(transfer, timed_out=True)
-
     # -- waiting ----------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Wait until every submitted transfer has ended, by itself or by its time limit. No part
-        touches the caller's buffers afterwards; results wait in `finished`."""
-        while True:
-            self._reap()
-            with self._condition:
-                if not self._active:
+        """Wait until every transfer submitted so far has ended, by itself or by its time limit. No
+        part touches their buffers afterwards; results wait in `finished`."""
+        with self._lock:
+            unfinished = [transfer for lane in self._lanes for transfer in lane.active]
+            while True:
+                self._reap()
+                unfinished = [transfer for transfer in unfinished if not transfer.over]
+                if not unfinished:
                     return
-                self._condition.wait(0.05)
+                self._transfer_over.wait(_DRAIN_POLL_S)
 
     def close(self) -> None:
-        """Take nothing more, end what is queued as failed, wait for what is under way (at most its
-        time limit). Threads that hang in the disk are left behind; they are daemons. Idempotent."""
-        with self._condition:
+        """Take nothing more, end what no thread works on as failed, wait for the rest (at most its
+        time limit). Threads that hang in the disk are left behind; they are daemons.
+        Idempotent. Not for `on_end` or a part to call."""
+        with self._lock:
             self._closed = True
-            for transfer in list(self._active.values()):
-                # What a thread already works on is left to finish.
-                if self._queued(transfer) == transfer.left and transfer.guard.abandon():
-                    self._end(transfer, timed_out=True)
-            self._condition.notify_all()
+            for lane in self._lanes:
+                for transfer in list(lane.active):
+                    if not transfer.running:
+                        self._end(transfer)
+            self._work_there.notify_all()
         self.drain()
-        for thread in self._threads:
-            thread.join(0.0 if self._stuck else None)
+        if not self.stalled:
+            for thread in self._threads:
+                thread.join()
 
     # -- the workers' side ------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while True:
-            with self._condition:
+        while self._work_once():
+            pass
+
+    def _work_once(self) -> bool:
+        """Wait for a part and run it; False when the thread shall end. A frame of its own, so that
+        a thread that waits holds no reference to the last part's buffers."""
+        with self._lock:
+            taken = self._take()
+            while taken is None:
+                if self._closed:
+                    return False
+                self._work_there.wait()
                 taken = self._take()
-                while taken is None:
-                    if self._closed and not self._active:
-                        return
-                    self._condition.wait(1.0 if self._closed else None)
-                    taken = self._take()
-            transfer, index = taken
-            result: _T | None = None
+        transfer, index = taken
+        result: _T | None = None
+        try:
+            result = transfer.parts[index](transfer.guard)
+        except BaseException as exc:  # noqa: BLE001 - whatever it is, the thread must live on
+            # The type alone: a message might carry what the part worked on.
+            log.error("a transfer failed unexpectedly: %s", type(exc).__name__)
+        with self._lock:
+            lane = transfer.lane
+            lane.running -= 1
+            transfer.running -= 1
+            transfer.left -= 1
+            if transfer.over:
+                self._stuck -= 1  # it was given up while this thread hung in it
+            else:
+                transfer.results[index] = result
+                if transfer.left == 0:
+                    self._end(transfer)
+            over = transfer.over
+            # This thread may be a while in `on_end`; a store that waited for it begins elsewhere.
+            self._work_there.notify()
+        if over and self._on_end is not None:
             try:
-                result = transfer.parts[index](transfer.guard)
-            except Exception as exc:  # noqa: BLE001 - a part must not end the thread
-                # The type alone: a message might carry what the part worked on.
-                log.error("a transfer failed unexpectedly: %s", type(exc).__name__)
-            with self._condition:
-                if not transfer.is_load:
-                    self._storing -= 1
-                transfer.left -= 1
-                if transfer.over:
-                    self._stuck -= 1  # it was given up while this thread hung in it
-                else:
-                    transfer.results[index] = result
-                    if transfer.left == 0:
-                        self._end(transfer, timed_out=False)
-                # A store slot is free again, or a stall is over.
-                self._condition.notify()
+                self._on_end()
+            except Exception as exc:  # noqa: BLE001 - a callback must not end the thread
+                log.error("what follows a transfer failed: %s", type(exc).__name__)
+        return True
 
     def _take(self) -> tuple[_Transfer[_T], int] | None:
         """The next part to run. Caller holds the lock."""
-        for queue, allowed in (
-            (self._loads, True),
-            (self._stores, self._storing < self._max_storing),
-        ):
-            while queue and allowed:
-                transfer, index = queue.popleft()
-                if transfer.over:
-                    continue
-                if not transfer.is_load:
-                    self._storing += 1
-                return transfer, index
+        for lane in self._lanes:
+            while lane.waiting and lane.running < lane.max_running:
+                transfer, index = lane.waiting.popleft()
+                if not transfer.over:
+                    lane.running += 1
+                    transfer.running += 1
+                    return transfer, index
         return None
 
-    def _end(self, transfer: _Transfer[_T], *, timed_out: bool) -> None:
-        """Caller holds the lock."""
+    # -- ending transfers; caller holds the lock --------------------------------------------------
+
+    def _reap(self) -> None:
+        """End transfers past their limit. Looks at no more than those."""
+        now = self._clock.monotonic()
+        for lane in self._lanes:
+            late = list(itertools.takewhile(lambda transfer: transfer.deadline <= now, lane.active))
+            for transfer in late:
+                # A part inside the guard is done in a moment: then the next poll ends it.
+                if transfer.guard.abandon():
+                    self._end(transfer, timed_out=True)
+
+    def _end(self, transfer: _Transfer[_T], *, timed_out: bool = False) -> None:
+        lane = transfer.lane
         transfer.over = True
-        del self._active[id(transfer)]
-        if not transfer.is_load:
-            self._store_bytes -= transfer.nbytes
-        if timed_out:
-            # Parts neither finished nor queued are in a thread that hangs.
-            self._stuck += transfer.left - self._queued(transfer)
-        self._finished.append(self._result(transfer, timed_out=timed_out))
-        self._condition.notify_all()
-
-    def _queued(self, transfer: _Transfer[_T]) -> int:
-        """Parts that no thread has taken. Caller holds the lock."""
-        queue = self._loads if transfer.is_load else self._stores
-        return sum(1 for waiting, _ in queue if waiting is transfer)
-
-    def _result(self, transfer: _Transfer[_T], *, timed_out: bool) -> Finished[_T]:
-        return Finished(
-            transfer.transfer_id,
-            transfer.is_load,
-            tuple(transfer.results),
-            self._clock.monotonic() - transfer.submitted,
-            transfer.nbytes,
-            timed_out,
+        del lane.active[transfer]
+        lane.nbytes -= transfer.nbytes
+        self._stuck += transfer.running
+        self._ended.append(
+            Finished(
+                transfer.transfer_id,
+                lane.is_load,
+                tuple(transfer.results),
+                self._clock.monotonic() - transfer.submitted,
+                transfer.nbytes,
+                timed_out,
+            )
         )
+        self._transfer_over.notify_all()

@@ -1,0 +1,1 @@
+"""Tests of the transfer pool and the tiering engine."""
