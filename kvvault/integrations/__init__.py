@@ -1,0 +1,1 @@
+"""Adapters for inference engines: the only code that imports them."""
