@@ -66,3 +66,11 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (path.parent / target).exists(), target
+
+
+def test_every_decision_is_in_the_index_once() -> None:
+    folder = ROOT / "docs" / "adr"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[(\d{4})\]\((\S+)\)", index, flags=re.MULTILINE)
+    assert [name for _, name in listed] == sorted(p.name for p in folder.glob("[0-9]*.md"))
+    assert all(name.startswith(number) for number, name in listed)
