@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +23,8 @@ from kvvault.segments.format import RECORD_BYTES
 from kvvault.segments.index import Location, SegmentIndex
 
 SLOT_MAX = (1 << 20) - 1
+
+TraceFunction = Callable[[FrameType, str, object], object]
 
 
 def block_id(number: int) -> bytes:
@@ -216,6 +220,54 @@ def test_design_5_at_most_128_bytes_a_block() -> None:
             if count >= 1000:
                 worst = max(worst, index.nbytes / count + RECORD_BYTES)
     assert worst <= 128
+
+
+def test_a_block_is_discarded_only_where_it_was_found() -> None:
+    index = SegmentIndex()
+    index.add_segment(0)
+    index.add(0, 7, block_id(1))
+    for elsewhere in (Location(0, 8), Location(1, 7)):
+        index.discard(block_id(1), elsewhere)
+        assert index.find(block_id(1)) == (0, 7)
+    index.discard(block_id(1), Location(0, 7))
+    assert index.find(block_id(1)) is None
+    index.add(0, 9, block_id(1))
+    assert index.find(block_id(1)) == (0, 9)
+
+
+def test_at_every_line_of_a_change_a_reader_sees_it_wholly_or_not_at_all() -> None:
+    index = SegmentIndex()
+    index.add_segment(0)
+    stays = [colliding_id(n) for n in range(12)]
+    index.add(0, 0, b"".join(stays))
+    comes = [colliding_id(n) for n in range(12, 24)]
+    looked = 0
+
+    def look(frame: FrameType, event: str, argument: object) -> TraceFunction:
+        nonlocal looked
+        looked += 1
+        sys.settrace(None)  # `find` itself is not to be traced
+        for slot, one in enumerate(stays):
+            assert index.find(one) == (0, slot)
+        for slot, one in enumerate(comes):
+            assert index.find(one) in (None, (1, slot), (2, slot))
+        sys.settrace(look)
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        index.add_segment(1)
+        index.add(1, 0, b"".join(comes))
+        index.add_segment(2)
+        index.add_many([(2, 0, b"".join(comes))])
+        index.discard(comes[0], Location(2, 0))
+        index.drop_segment(1)
+        index.add(2, 0, comes[0])
+        index.drop_segment(2)
+    finally:
+        sys.settrace(before)
+    assert looked > 150
 
 
 def segment_ids(number: int) -> bytes:
