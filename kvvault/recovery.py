@@ -3,19 +3,18 @@
 Runs in one process at a time (the caller holds the recovery lock) while other processes may be
 working in the same vault. What makes that safe:
 
-- a segment's row is committed before its file is made, so a file listed *before* the rows were read
-  and without a row has no owner;
-- a writer holds a lock on its file as long as it lives, so an open segment whose lock is free has
-no
-  owner (neither an age nor a process id would prove that);
-- a writer's commit fails once the segment is not open any more, so a writer that was judged too
-  early loses a cache entry and nothing else.
+- a writer locks its file before the segment's row exists and holds the lock as long as it writes,
+  so a file or an open segment whose lock is free has no owner (neither an age nor a process id
+  would prove that);
+- files without a row are locked before the rows that decide are read: a row that its writer
+  committed before it died is seen;
+- a writer's commit fails once the segment is not open any more.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection
@@ -23,6 +22,7 @@ from sqlalchemy import Connection
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import SegmentRow
+from kvvault.errors import UnsafeFileError
 from kvvault.model import RecoveryReport, SegmentState
 from kvvault.segments.format import parse_segment_name, segment_name
 from kvvault.segments.io import SegmentDir, SegmentFile
@@ -31,8 +31,18 @@ log = logging.getLogger(__name__)
 
 PROBE_PREFIX = ".probe-"
 
+_LOCKED_AT_ONCE = 128
+"""Files without a row that are held open at once: after the loss of a catalog that is every file,
+and descriptors are scarce."""
+
 CountIntact = Callable[[SegmentRow, SegmentFile], int]
 """How many leading blocks of a segment authenticate; all of them when its key is unavailable."""
+
+
+def _names_with_files(rows: list[SegmentRow]) -> set[str]:
+    """Names of the files that rows speak of."""
+    wanted = (SegmentState.OPEN, SegmentState.SEALED, SegmentState.REVOKED)
+    return {segment_name(r.facts.segment_id) for r in rows if r.facts.state in wanted}
 
 
 @dataclass
@@ -50,9 +60,20 @@ class Recovery:
         Raises:
             StorageError, CatalogError: the repair could not be completed; running it again resumes.
         """
-        files = dict(self.directory.names())  # before the rows: see above
+        files = dict(self.directory.names())
         rows = self.catalog.read(operations.list_segments)
-        report = self._destroy_unknown(files, rows)
+        unknown = [
+            name
+            for name in files.keys() - _names_with_files(rows)
+            if parse_segment_name(name) or name.startswith(PROBE_PREFIX)
+        ]
+        report = RecoveryReport()
+        if unknown:
+            for first in range(0, len(unknown), _LOCKED_AT_ONCE):
+                report = self._destroy_orphans(
+                    unknown[first : first + _LOCKED_AT_ONCE], files, report
+                )
+            rows = self.catalog.read(operations.list_segments)
         for row in rows:
             name = segment_name(row.facts.segment_id)
             if row.facts.state is SegmentState.OPEN:
@@ -78,21 +99,32 @@ class Recovery:
             )
         return report
 
-    def _destroy_unknown(self, files: dict[str, int], rows: list[SegmentRow]) -> RecoveryReport:
-        wanted = (SegmentState.OPEN, SegmentState.SEALED, SegmentState.REVOKED)
-        known = {segment_name(r.facts.segment_id) for r in rows if r.facts.state in wanted}
-        unknown = {
-            name: size
-            for name, size in files.items()
-            if name not in known and (parse_segment_name(name) or name.startswith(PROBE_PREFIX))
-        }
-        segments = [name for name in unknown if not name.startswith(PROBE_PREFIX)]
+    def _destroy_orphans(
+        self, names: Sequence[str], files: dict[str, int], report: RecoveryReport
+    ) -> RecoveryReport:
+        """Destroy what of these files has no owner and no row."""
+        free: dict[str, SegmentFile | None] = {}
+        for name in names:
+            try:
+                file = self.directory.open(name, writable=True)
+            except FileNotFoundError:
+                continue  # its owner has just removed it
+            except UnsafeFileError:
+                free[name] = None  # a link, or worse: nobody's segment
+            else:
+                if file.try_lock():
+                    free[name] = file
+        # With the locks held: from now on nobody gives them a row.
+        doomed = free.keys() - _names_with_files(self.catalog.read(operations.list_segments))
+        segments = [name for name in doomed if not name.startswith(PROBE_PREFIX)]
         if segments:
             log.warning("destroying %d segment files that the catalog does not know", len(segments))
-        for name in unknown:
+        for name in doomed:
             self.directory.unlink(name)
-        return RecoveryReport(
-            destroyed_files=len(segments), destroyed_bytes=sum(unknown[name] for name in segments)
+        return replace(
+            report,
+            destroyed_files=report.destroyed_files + len(segments),
+            destroyed_bytes=report.destroyed_bytes + sum(files[name] for name in segments),
         )
 
     def _close_abandoned(self, row: SegmentRow, report: RecoveryReport) -> RecoveryReport:

@@ -5,6 +5,9 @@ not done for each segment: full segments are sealed at once and synced together,
 `VaultOptions.sync_interval_s`. Until then the catalog says ``synced = 0``; should the machine go
 down in between, opening the vault authenticates those segments before it trusts them.
 
+What fails (a full disk takes no catalog writes either) is tried again at the next sync and when the
+vault is closed; what fails then is left to whoever opens the vault next.
+
 One thread. `seal` may be called from any.
 """
 
@@ -29,6 +32,9 @@ log = logging.getLogger(__name__)
 _MAX_UNSYNCED = 64
 """Files that may wait for a sync: each keeps a descriptor."""
 
+_MAX_UNSEALED = 64
+"""Segments that may wait for another attempt: likewise."""
+
 
 class Sealer:
     """Seals what `seal` is given, in order."""
@@ -39,6 +45,8 @@ class Sealer:
         self._interval = options.sync_interval_s
         self._queue: queue.SimpleQueue[OpenSegment | None] = queue.SimpleQueue()
         self._unsynced: dict[bytes, SegmentFile] = {}
+        self._unsealed: list[OpenSegment] = []
+        self._dead: list[bytes] = []
         self._thread = threading.Thread(target=self._run, name="kvvault-seal", daemon=True)
         self._thread.start()
 
@@ -66,6 +74,7 @@ class Sealer:
                     self._seal(segment)
             due = time.monotonic() >= next_sync or len(self._unsynced) >= _MAX_UNSYNCED
             if due or closing:
+                self._try_again()
                 self._sync()
                 next_sync = time.monotonic() + self._interval
 
@@ -77,15 +86,23 @@ class Sealer:
                 lambda c: operations.seal_segment(c, segment_id), durable=False
             )
             if not blocks:  # empty, or deleted in the meantime
-                self.destroy([segment_id])
+                self._destroy([segment_id])
                 return
             if segment.file.size > blocks * segment.place.block_bytes:
                 segment.file.truncate(blocks * segment.place.block_bytes)
             self._unsynced[segment_id] = segment.file
         except KvvaultError as exc:
-            # The lock on the file goes with this object: the next to open the vault finds the
-            # segment without an owner and finishes this.
-            log.warning("a segment stays unsealed until the vault is opened: %s", exc)
+            # Beyond the bound the lock on the file goes with this object: the next to open the
+            # vault finds the segment without an owner and finishes this.
+            log.warning("a segment is not sealed yet: %s", exc)
+            self._unsealed = [*self._unsealed, segment][-_MAX_UNSEALED:]
+
+    def _try_again(self) -> None:
+        unsealed, self._unsealed = self._unsealed, []
+        for segment in unsealed:
+            self._seal(segment)
+        if self._dead:
+            self._destroy([])
 
     def _sync(self) -> None:
         waiting, self._unsynced = self._unsynced, {}
@@ -98,7 +115,7 @@ class Sealer:
                 # After a failed sync nobody knows what the disk holds: discard, never retry
                 # (REQ-F3).
                 log.warning("a segment is given up: %s", exc)
-                self.destroy([segment_id])
+                self._destroy([segment_id])
         if synced:
             try:
                 self._directory.sync()
@@ -106,13 +123,15 @@ class Sealer:
             except KvvaultError as exc:
                 log.warning("segments are not known to be synced: %s", exc)
 
-    def destroy(self, segment_ids: Sequence[bytes]) -> None:
-        """Revoke segments, if they still live, and remove their files. Their blocks become misses.
-        Any thread."""
+    def _destroy(self, segment_ids: Sequence[bytes]) -> None:
+        """Revoke segments, if they still live, and remove their files: their blocks become misses.
+        With them, those of an attempt that failed."""
+        dead, self._dead = [*self._dead, *segment_ids], []
         try:
-            self._catalog.write(lambda c: operations.revoke_segments(c, segment_ids))
-            for segment_id in segment_ids:
+            self._catalog.write(lambda c: operations.revoke_segments(c, dead))
+            for segment_id in dead:
                 self._directory.unlink(segment_name(segment_id))
-            self._catalog.write(lambda c: operations.finish_deletion(c, segment_ids))
+            self._catalog.write(lambda c: operations.finish_deletion(c, dead))
         except KvvaultError as exc:
-            log.warning("dead segments stay until the vault is opened: %s", exc)
+            log.warning("dead segments are not removed yet: %s", exc)
+            self._dead = dead

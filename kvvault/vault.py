@@ -30,7 +30,7 @@ from kvvault.crypto.keys import TenantKeys
 from kvvault.crypto.providers import open_provider
 from kvvault.crypto.providers.base import KeyProvider, ProviderInfo
 from kvvault.errors import ClosedError, KvvaultError, UsageError, VaultNotFoundError
-from kvvault.keyring import KeyRing
+from kvvault.keyring import KeyRing, another_tenants_row
 from kvvault.model import (
     Buffer,
     Clock,
@@ -141,6 +141,7 @@ class Vault:
                 options,
                 clock,
             )
+            undo.callback(self._writer.close)
             self._view.when_segment_dies(self._writer.segment_died)
             self._view.refresh()
             undo.pop_all()
@@ -406,6 +407,7 @@ class Vault:
         """Destroy a tenant's key and with it everything of the tenant; returns its live segments.
 
         Raises: as `delete_segments`.
+            WrongKeyError: the catalog was altered: it leads from this name to another tenant.
         """
         self._check_open()
         name_id = self._ring.name_id(tenant)
@@ -413,17 +415,28 @@ class Vault:
         if row is None:
             return 0
         tenant_id = row.tenant_id
+        try:
+            name = self._ring.name(row)
+        except KvvaultError:
+            name = tenant  # keys that cannot be had are no reason not to destroy them
+        if name != tenant:
+            raise another_tenants_row()
 
         def revoke(connection: Connection) -> tuple[int, list[bytes]]:
             ids = operations.forget_tenant(connection, tenant_id)
             return len(ids), ids
 
-        self._ring.drop(tenant_id)
-        return self._delete(revoke)
+        return self._delete(revoke, tenant_id)
 
-    def _delete(self, revoke: Callable[[Connection], tuple[int, list[bytes]]]) -> int:
+    def _delete(
+        self,
+        revoke: Callable[[Connection], tuple[int, list[bytes]]],
+        tenant_id: bytes | None = None,
+    ) -> int:
         self._check_open()
         count, ids = self._catalog.write(revoke)
+        if tenant_id is not None:  # only now: had the write failed, the tenant would live on
+            self._ring.drop(tenant_id)
         self._view.refresh()
         self._fence.drain(self.options.lock_timeout_s)
         for segment_id in ids:

@@ -10,6 +10,7 @@ Locks: `_lock` guards the idle segments and the ids in flight; nothing slow happ
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import OrderedDict
@@ -26,19 +27,21 @@ from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import SegmentGoneError
 from kvvault.counters import Counters
 from kvvault.crypto import keys
-from kvvault.crypto.aead import random_id
-from kvvault.crypto.keys import TenantKeys
-from kvvault.errors import ClosedError, KvvaultError
+from kvvault.crypto.aead import SegmentCipher, random_id
+from kvvault.crypto.keys import TenantKeys, WrappedSegment
+from kvvault.errors import ClosedError, KvvaultError, StorageError
 from kvvault.model import Clock, Guard, Namespace, PutReport
 from kvvault.options import VaultOptions
 from kvvault.sealing import Sealer
 from kvvault.segments.format import MAX_SLOTS, segment_name
-from kvvault.segments.io import SegmentDir
+from kvvault.segments.io import SegmentDir, SegmentFile
 from kvvault.segments.store import OpenSegment, Place, Staging, batches
 from kvvault.view import View
 
 log = logging.getLogger(__name__)
 
+_NEW_FILE_ATTEMPTS = 5
+"""Recovery elsewhere can only take a new file in the microsecond before it is locked."""
 
 _ScopeKey = tuple[bytes, bytes]
 
@@ -93,6 +96,9 @@ class Writer:
         guard: Guard,
     ) -> PutReport:
         """Store what is not yet there. Returns when everything stored is committed and findable."""
+        # What another process deleted a moment ago is not "present", and its segment not writable.
+        # Microseconds when nothing happened.
+        self._refresh()
         fresh, ours = self._claim(block_ids)
         try:
             report = PutReport(present=len(block_ids) - len(fresh))
@@ -116,15 +122,18 @@ class Writer:
                 else:
                     report += PutReport(stored=count)
             if commits:
-                try:
-                    self._view.refresh()
-                except KvvaultError as exc:
-                    log.warning("stored blocks are not findable yet: %s", exc)
+                self._refresh()
         finally:
             with self._lock:
                 self._in_flight -= ours
         self._counters.put(report, namespace.block_bytes)
         return report
+
+    def _refresh(self) -> None:
+        try:
+            self._view.refresh()
+        except KvvaultError as exc:
+            log.warning("the catalog cannot be read: %s", exc)
 
     def _claim(self, block_ids: Sequence[bytes]) -> tuple[list[int], set[bytes]]:
         """The positions of blocks that are neither live nor being stored by anybody here."""
@@ -234,15 +243,16 @@ class Writer:
     def _new_segments(
         self, tenant: TenantKeys, namespace: Namespace, count: int
     ) -> list[OpenSegment]:
-        """Make `count` segments with one durable commit. Each has a key and a place of its own."""
-        made = []
-        for _ in range(count):
-            segment_id = random_id()
-            made.append((segment_id, *keys.new_segment(tenant, segment_id, namespace.digest)))
+        """Make `count` segments with one durable commit. Each has a key and a place of its own.
+
+        Their files come first, empty and locked, so that recovery in another process sees an owner
+        from the start; the rows are durable before a file gets its first byte (REQ-C5).
+        """
+        made: list[tuple[bytes, SegmentFile, WrappedSegment, SegmentCipher]] = []
         now = self._clock.now()
 
         def add(connection: Connection) -> None:
-            for segment_id, wrapped, _cipher in made:
+            for segment_id, _file, wrapped, _cipher in made:
                 operations.add_segment(
                     connection,
                     segment_id=segment_id,
@@ -254,28 +264,44 @@ class Writer:
                     now=now,
                 )
 
-        # Durable before the files exist, let alone have a byte (REQ-C5).
-        self._catalog.write(add)
-        capacity = max(1, min(self._options.segment_bytes // namespace.block_bytes, MAX_SLOTS))
         try:
-            return [
-                OpenSegment(
-                    Place(
-                        self._vault_id,
-                        tenant.tenant_id,
-                        namespace.digest,
-                        segment_id,
-                        namespace.block_bytes,
-                    ),
-                    cipher,
-                    self._directory.create(segment_name(segment_id)),
-                    capacity,
+            for _ in range(count):
+                segment_id, file = self._new_file()
+                made.append(
+                    (segment_id, file, *keys.new_segment(tenant, segment_id, namespace.digest))
                 )
-                for segment_id, _wrapped, cipher in made
-            ]
+            self._catalog.write(add)
         except BaseException:
-            self._sealer.destroy([segment_id for segment_id, _, _ in made])
+            for _segment_id, file, _wrapped, _cipher in made:
+                with contextlib.suppress(KvvaultError):
+                    self._directory.unlink(file.name)
             raise
+        capacity = max(1, min(self._options.segment_bytes // namespace.block_bytes, MAX_SLOTS))
+        return [
+            OpenSegment(
+                Place(
+                    self._vault_id,
+                    tenant.tenant_id,
+                    namespace.digest,
+                    segment_id,
+                    namespace.block_bytes,
+                ),
+                cipher,
+                file,
+                capacity,
+            )
+            for segment_id, file, _wrapped, cipher in made
+        ]
+
+    def _new_file(self) -> tuple[bytes, SegmentFile]:
+        for _ in range(_NEW_FILE_ATTEMPTS):
+            segment_id = random_id()
+            file = self._directory.create(segment_name(segment_id))
+            if file is not None:
+                return segment_id, file
+        raise StorageError(
+            "new segment files disappear", hint="find out what else removes files in the vault"
+        )
 
     def _retire(self, segment: OpenSegment, reason: KvvaultError) -> None:
         """Something went wrong with a segment: keep what is committed, write no more to it."""

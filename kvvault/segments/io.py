@@ -115,6 +115,11 @@ class SegmentFile:
     def size(self) -> int:
         return os.fstat(self._fd).st_size
 
+    @property
+    def linked(self) -> bool:
+        """Whether the file still has a name."""
+        return os.fstat(self._fd).st_nlink > 0
+
     def truncate(self, size: int) -> None:
         try:
             os.ftruncate(self._fd, size)
@@ -195,16 +200,15 @@ class SegmentDir:
             page.close()
         return self._direct
 
-    def create(self, name: str) -> SegmentFile:
-        """Create a file for writing, locked, mode 0600 whatever the umask.
+    def create(self, name: str) -> SegmentFile | None:
+        """Create a file for writing, locked, mode 0600 whatever the umask. None when recovery in
+        another process took it for an orphan before it was locked: take another name.
 
         Raises:
             StorageError: the disk is full or read-only, or the name exists.
         """
         file = self._open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR)
-        if not file.try_lock():
-            raise StorageError("a new segment is locked by somebody else", hint="open it again")
-        return file
+        return file if file.try_lock() and file.linked else None
 
     def open(self, name: str, *, writable: bool = False) -> SegmentFile:
         """Open an existing file.
@@ -236,7 +240,8 @@ class SegmentDir:
         file = SegmentFile(fd, name)
         if flags & os.O_CREAT:
             os.fchmod(fd, 0o600)
-        check_private_file(fd, "a segment file")
+        else:
+            check_private_file(fd, "a segment file")
         return file
 
     def unlink(self, name: str) -> bool:

@@ -15,6 +15,7 @@ An `OpenSegment` is used by one thread at a time; `read_blocks` by any number.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -107,7 +108,14 @@ class OpenSegment:
         Raises:
             StorageError: nothing of it counts; the caller gives the segment up.
         """
-        self.file.write(extent.first_slot * self.place.block_bytes, ciphertext)
+        start = extent.first_slot * self.place.block_bytes
+        try:
+            self.file.write(start, ciphertext)
+        except StorageError:
+            # Give back at once what a full disk took of it.
+            with contextlib.suppress(StorageError):
+                self.file.truncate(start)
+            raise
         self.next_slot += extent.count
 
 
