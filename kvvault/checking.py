@@ -15,6 +15,7 @@ from kvvault.crypto import keys
 from kvvault.crypto.aead import SegmentCipher, wipe
 from kvvault.crypto.keys import WrappedSegment
 from kvvault.errors import (
+    FormatError,
     KeyDestroyedError,
     KeyUnavailableError,
     KvvaultError,
@@ -24,7 +25,7 @@ from kvvault.errors import (
 )
 from kvvault.keyring import KeyRing
 from kvvault.model import Outcome
-from kvvault.segments.format import segment_name
+from kvvault.segments.format import MAX_SLOTS, segment_name
 from kvvault.segments.io import AlignedBuffer, SegmentDir, SegmentFile, ShortReadError
 from kvvault.segments.store import (
     Place,
@@ -60,20 +61,37 @@ class Checker:
         """The outcome of every slot of a live segment, in order: HIT (authentic), TAMPERED, MISS
         (bytes or row missing), KEY_UNAVAILABLE or IO_FAILED."""
         blocks = row.facts.blocks
+        if not row.well_formed:
+            yield from [Outcome.TAMPERED] * max(1, min(blocks, MAX_SLOTS))
+            return
+        opened = self._open(row, file)
+        if isinstance(opened, Outcome):
+            yield from [opened] * blocks
+        else:
+            yield from self._check_slots(row, *opened)
+
+    def _open(
+        self, row: SegmentRow, file: SegmentFile | None
+    ) -> tuple[SegmentCipher, SegmentFile] | Outcome:
+        """Key and file of a segment, or what is the matter with all of its blocks."""
         try:
             cipher = self._cipher(row)
-            if file is None:
-                file = self._directory.open(segment_name(row.facts.segment_id))
-        except KeyUnavailableError:
-            yield from [Outcome.KEY_UNAVAILABLE] * blocks
-        except (WrongKeyError, UnsafeFileError):
-            yield from [Outcome.TAMPERED] * blocks
-        except (KeyDestroyedError, FileNotFoundError):
-            yield from [Outcome.MISS] * blocks
+        except (KeyUnavailableError, UnsafeFileError, FormatError):
+            return Outcome.KEY_UNAVAILABLE  # also when the provider's own files need repair
+        except WrongKeyError:
+            return Outcome.TAMPERED
+        except KeyDestroyedError:
+            return Outcome.MISS
         except KvvaultError:
-            yield from [Outcome.IO_FAILED] * blocks
-        else:
-            yield from self._check_slots(row, cipher, file)
+            return Outcome.IO_FAILED
+        try:
+            return cipher, file or self._directory.open(segment_name(row.facts.segment_id))
+        except UnsafeFileError:
+            return Outcome.TAMPERED
+        except FileNotFoundError:
+            return Outcome.MISS
+        except KvvaultError:
+            return Outcome.IO_FAILED
 
     def count_intact(self, row: SegmentRow, file: SegmentFile) -> int:
         """How many leading blocks are authentic; all when that cannot be found out now."""

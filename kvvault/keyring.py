@@ -12,7 +12,7 @@ from kvvault.crypto import keys
 from kvvault.crypto.aead import random_id
 from kvvault.crypto.keys import LookupKey, TenantKeys, WrappedLookup, WrappedTenant
 from kvvault.crypto.providers.base import KeyProvider
-from kvvault.errors import KeyUnavailableError
+from kvvault.errors import KeyUnavailableError, WrongKeyError
 from kvvault.model import Clock
 
 _NAME_LABEL = "tenant-name"
@@ -113,6 +113,19 @@ class KeyRing:
         """A tenant's name. Errors as `tenant`."""
         return self.tenant(row).open_text(_NAME_LABEL, row.sealed_name)
 
+    def named(self, row: TenantRow, name: str) -> TenantKeys:
+        """The keys of the tenant of that name, if `row` is its row. What finds a row is not bound
+        to it: somebody with the disk could exchange two tenants' rows, and one would be served what
+        the other stored. The name is sealed under the tenant key.
+
+        Raises: as `tenant`.
+            WrongKeyError: also when it is another tenant's row.
+        """
+        opened = self.tenant(row)
+        if opened.open_text(_NAME_LABEL, row.sealed_name) != name:
+            raise another_tenants_row()
+        return opened
+
     def drop(self, tenant_id: bytes) -> None:
         """Overwrite a tenant's keys in memory."""
         with self._lock:
@@ -123,3 +136,10 @@ class KeyRing:
     def close(self) -> None:
         for tenant_id in list(self._open):
             self.drop(tenant_id)
+
+
+def another_tenants_row() -> WrongKeyError:
+    return WrongKeyError(
+        "what the catalog finds under a tenant's name is another tenant",
+        hint="the catalog was altered; restore it or move catalog.sqlite3* away",
+    )

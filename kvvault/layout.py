@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import platformdirs
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from kvvault.crypto.aead import ID_BYTES, random_id, self_test
 from kvvault.crypto.providers.base import KeyProvider
@@ -60,11 +60,18 @@ _UNFINISHED = f".{DESCRIPTOR_NAME}.new"
 """The descriptor while it is being written."""
 
 
-class _DescriptorFile(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _AnyDescriptor(BaseModel):
+    """What the descriptor of every format begins with."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     kvvault: Literal["vault"]
     format: int
+
+
+class _DescriptorFile(_AnyDescriptor):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
     vault_id: str
     provider: str
 
@@ -249,17 +256,19 @@ def read_descriptor(path: Path) -> Descriptor:
     except OSError as exc:
         raise _refused(exc, path) from exc
     try:
+        # The version first: a newer format may have fields that this one does not know.
+        version = _AnyDescriptor.model_validate_json(raw).format
+        if version != FORMAT_VERSION:
+            raise UnsupportedVersionError(
+                f"the vault has format {version}, this kvvault reads {FORMAT_VERSION}",
+                hint="install the kvvault that made it",
+            )
         parsed = _DescriptorFile.model_validate_json(raw)
         vault_id = bytes.fromhex(parsed.vault_id)
-    except (ValidationError, ValueError) as exc:
+    except ValueError as exc:  # pydantic's ValidationError is one
         raise FormatError(
             "the vault's descriptor is damaged", hint="restore the file VAULT from a backup"
         ) from exc
-    if parsed.format != FORMAT_VERSION:
-        raise UnsupportedVersionError(
-            f"the vault has format {parsed.format}, this kvvault reads {FORMAT_VERSION}",
-            hint="install the kvvault that made it",
-        )
     if len(vault_id) != ID_BYTES:
         raise FormatError(
             "the vault's descriptor is damaged", hint="restore the file VAULT from a backup"

@@ -16,6 +16,7 @@ from kvvault.counters import Counters
 from kvvault.crypto.aead import SegmentCipher, wipe
 from kvvault.errors import (
     ClosedError,
+    FormatError,
     KeyDestroyedError,
     KeyUnavailableError,
     KvvaultError,
@@ -104,15 +105,18 @@ class Reader:
         n = len(wanted)
         try:
             cipher = self._view.cipher(segment)
-            file = self._view.file(segment)
-            sealed = read_ciphertext(file, segment.place.block_bytes, wanted, self._staging())
-        except KeyUnavailableError:
-            return [Outcome.KEY_UNAVAILABLE] * n
+        except (KeyUnavailableError, UnsafeFileError, FormatError):
+            return [Outcome.KEY_UNAVAILABLE] * n  # also when the provider's own files need repair
         except (KeyDestroyedError, ClosedError):
             return [Outcome.MISS] * n  # it died while we looked
         except WrongKeyError:
             self._refuse(segment, "its key does not open or does not match its commitment")
             return [Outcome.TAMPERED] * n
+        except KvvaultError:
+            return [Outcome.IO_FAILED] * n
+        try:
+            file = self._view.file(segment)
+            sealed = read_ciphertext(file, segment.place.block_bytes, wanted, self._staging())
         except UnsafeFileError:
             self._refuse(segment, "its file is not a private file of ours")
             return [Outcome.TAMPERED] * n
@@ -136,6 +140,7 @@ class Reader:
         guard: Guard,
     ) -> list[Outcome]:
         outcomes: list[Outcome] = []
+        lost = []
         with self._fence.shared():
             self._view.refresh()
             if self._view.segment(segment.number) is not segment:
@@ -145,47 +150,67 @@ class Reader:
             try:
                 for item, data in zip(wanted, sealed, strict=True):
                     if isinstance(data, ShortReadError):
-                        self._view.discard(item.block_id, Location(segment.number, item.slot))
-                        self._counters.add(lost=1)
+                        lost.append(item)
                         outcomes.append(Outcome.MISS)
                     elif isinstance(data, StorageError):
                         outcomes.append(Outcome.IO_FAILED)
                     elif open_block(segment.place, cipher, item, data):
                         outcomes.append(Outcome.HIT)
                     else:
-                        log.error(
-                            "a block of segment %s failed authentication: it was altered on disk",
-                            segment.place.segment_id.hex(),
-                        )
                         outcomes.append(Outcome.TAMPERED)
             finally:
                 guard.leave()
+        # Only now: nothing inside may wait, not even for a full pipe behind the log.
+        if lost:
+            self._counters.add(lost=len(lost))
+            log.error(
+                "%d blocks of segment %s are missing", len(lost), segment.place.segment_id.hex()
+            )
+        for item in lost:
+            self._view.discard(item.block_id, Location(segment.number, item.slot))
+        tampered = outcomes.count(Outcome.TAMPERED)
+        if tampered:
+            log.error(
+                "%d blocks of segment %s failed authentication: they were altered on disk",
+                tampered,
+                segment.place.segment_id.hex(),
+            )
         return outcomes
 
     def _zero_failures(
         self, outcomes: list[Outcome], buffers: Sequence[memoryview], guard: Guard
     ) -> None:
+        """What was not touched because the guard said no is ABANDONED, except that tampering stays
+        visible."""
         failed = [
             i
             for i, outcome in enumerate(outcomes)
             if outcome not in (Outcome.HIT, Outcome.ABANDONED)
         ]
-        if failed and guard.enter():
-            try:
-                for i in failed:
-                    wipe(buffers[i])
-            finally:
-                guard.leave()
+        if not failed:
+            return
+        if not guard.enter():
+            for i in failed:
+                if outcomes[i] is not Outcome.TAMPERED:
+                    outcomes[i] = Outcome.ABANDONED
+            return
+        try:
+            for i in failed:
+                wipe(buffers[i])
+        finally:
+            guard.leave()
 
     def _missing_file(self, segment: LiveSegment, n: int) -> list[Outcome]:
         """A file that is gone: erased a moment ago, or lost (then recovery clears the row)."""
         try:
             self._view.refresh()
+        except ClosedError:
+            return [Outcome.MISS] * n
         except KvvaultError:
             return [Outcome.IO_FAILED] * n
         if self._view.segment(segment.number) is segment:
             self._view.discard_segment(segment)
-            self._counters.add(lost=n)
+            self._counters.add(lost=len(segment.records))
             log.error("the file of segment %s is missing", segment.place.segment_id.hex())
         return [Outcome.MISS] * n
 

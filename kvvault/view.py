@@ -123,7 +123,9 @@ class View:
                 return file
         file = self._directory.open(segment_name(segment.place.segment_id))
         with self._files_lock:
-            self._files[segment.number] = file
+            # Not when it died meanwhile: an unlinked file that is kept open keeps its space.
+            if segment.number in self._by_number:
+                self._files[segment.number] = file
             # A dropped file is closed when its last reader is done with it.
             while len(self._files) > _MAX_OPEN_FILES:
                 self._files.popitem(last=False)
@@ -145,7 +147,10 @@ class View:
 
     @property
     def index_bytes(self) -> int:
-        return self._index.nbytes
+        """Memory of the index and of all nonces and tags."""
+        with self._lock:
+            records = sum(segment.records.nbytes for segment in self._by_number.values())
+        return self._index.nbytes + records
 
     # -- following the catalog --------------------------------------------------------------------
 
@@ -173,8 +178,8 @@ class View:
             self._add_extents(delta.extents)
 
     def _enter(self, row: SegmentRow) -> None:
-        if row.wrapped_secret is None or row.facts.tenant_id is None:
-            return  # no key, no segment; the schema forbids it, a damaged catalog may not
+        if row.wrapped_secret is None or row.facts.tenant_id is None or not row.well_formed:
+            return  # the schema forbids it, a damaged catalog does not: misses
         place = Place(
             self._vault_id,
             row.facts.tenant_id,

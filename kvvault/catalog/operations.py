@@ -16,10 +16,18 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 
 from kvvault.catalog import schema as t
 from kvvault.errors import CatalogCorruptError, CatalogError
-from kvvault.model import Namespace, NamespaceFacts, SegmentFacts, SegmentState
-from kvvault.segments.format import Extent
+from kvvault.model import (
+    ID_BYTES,
+    PAGE_BYTES,
+    Namespace,
+    NamespaceFacts,
+    SegmentFacts,
+    SegmentState,
+)
+from kvvault.segments.format import MAX_BLOCK_BYTES, MAX_SLOTS, Extent
 
 _IN_MAX = 500  # ids per IN (...); SQLite allows 32766 parameters, short statements cache better
+_DIGEST_BYTES = 32
 _LIVE = (SegmentState.OPEN.value, SegmentState.SEALED.value)
 
 
@@ -42,6 +50,19 @@ class SegmentRow:
     boot_id: str
     synced: bool
     change: int
+
+    @property
+    def well_formed(self) -> bool:
+        """Whether such a segment can exist. Rows come from disk: check before use."""
+        facts = self.facts
+        return (
+            len(facts.segment_id) == ID_BYTES
+            and (facts.tenant_id is None or len(facts.tenant_id) == ID_BYTES)
+            and len(facts.namespace_digest) == _DIGEST_BYTES
+            and 0 < facts.block_bytes <= MAX_BLOCK_BYTES
+            and facts.block_bytes % PAGE_BYTES == 0
+            and 0 <= facts.blocks <= MAX_SLOTS
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +95,15 @@ def put_meta(connection: Connection, name: str, value: bytes) -> None:
 
 
 def get_meta(connection: Connection, name: str) -> bytes | None:
+    """
+    Raises:
+        CatalogCorruptError: the value is not a blob.
+    """
     row = connection.execute(select(t.meta.c.value).where(t.meta.c.name == name)).first()
-    return None if row is None else bytes(row[0])
+    try:
+        return None if row is None else _blob(row[0])
+    except TypeError as exc:
+        raise _corrupt("a value") from exc
 
 
 def _next_change(connection: Connection) -> int:
@@ -132,16 +160,23 @@ def list_tenants(connection: Connection) -> list[TenantRow]:
 
 
 def _tenant(row: Row[tuple[object, ...]]) -> TenantRow:
+    """
+    Raises:
+        CatalogCorruptError: a field has not the type it should.
+    """
     m = row._mapping
-    return TenantRow(
-        bytes(m["tenant_id"]),
-        bytes(m["lookup_id"]),
-        str(m["root_epoch"]),
-        bytes(m["wrapped_key"]),
-        bytes(m["wrapped_index_key"]),
-        bytes(m["sealed_name"]),
-        float(m["created_at"]),
-    )
+    try:
+        return TenantRow(
+            _blob(m["tenant_id"]),
+            _blob(m["lookup_id"]),
+            str(m["root_epoch"]),
+            _blob(m["wrapped_key"]),
+            _blob(m["wrapped_index_key"]),
+            _blob(m["sealed_name"]),
+            float(m["created_at"]),
+        )
+    except (TypeError, ValueError) as exc:
+        raise _corrupt("a tenant") from exc
 
 
 def add_namespace(connection: Connection, namespace: Namespace, now: float) -> None:
@@ -179,7 +214,7 @@ def list_namespaces(connection: Connection) -> list[NamespaceFacts]:
             namespace = Namespace.of(int(m["block_bytes"]), json.loads(m["facts"]))
         except (ValueError, AttributeError, TypeError) as exc:
             raise _corrupt("a namespace") from exc
-        if namespace.digest != bytes(m["digest"]):
+        if namespace.digest != _blob(m["digest"]):
             raise _corrupt("a namespace")
         count, blocks, data = usage.get(namespace.digest, (0, 0, 0))
         result.append(NamespaceFacts(namespace, float(m["created_at"]), count, blocks, data))
@@ -342,8 +377,8 @@ def forget_tenant(connection: Connection, tenant_id: bytes) -> list[bytes]:
     Deleting the tenant's row alone makes everything of it unreadable: its key is in no other place.
     """
     s = t.segments.c
-    ids = [
-        bytes(r[0])
+    ids: list[bytes] = [
+        r[0]
         for r in connection.execute(
             select(s.segment_id).where(s.tenant_id == tenant_id, s.state.in_(_LIVE))
         )
@@ -399,11 +434,11 @@ def _extent(row: Row[tuple[object, ...]]) -> list[Extent]:
     try:
         return [
             Extent(
-                bytes(m["segment_id"]),
+                _blob(m["segment_id"]),
                 int(m["first_slot"]),
-                bytes(m["block_ids"]),
-                bytes(m["nonces"]),
-                bytes(m["tags"]),
+                _blob(m["block_ids"]),
+                _blob(m["nonces"]),
+                _blob(m["tags"]),
             )
         ]
     except (TypeError, ValueError):
@@ -415,16 +450,16 @@ def _segment(row: Row[tuple[object, ...]]) -> SegmentRow:
     try:
         return SegmentRow(
             SegmentFacts(
-                segment_id=bytes(m["segment_id"]),
-                tenant_id=None if m["tenant_id"] is None else bytes(m["tenant_id"]),
-                namespace_digest=bytes(m["namespace"]),
+                segment_id=_blob(m["segment_id"]),
+                tenant_id=None if m["tenant_id"] is None else _blob(m["tenant_id"]),
+                namespace_digest=_blob(m["namespace"]),
                 state=SegmentState(m["state"]),
                 block_bytes=int(m["block_bytes"]),
                 blocks=int(m["blocks"]),
                 created_at=float(m["created_at"]),
             ),
-            wrapped_secret=None if m["wrapped_secret"] is None else bytes(m["wrapped_secret"]),
-            commitment=bytes(m["commitment"]),
+            wrapped_secret=None if m["wrapped_secret"] is None else _blob(m["wrapped_secret"]),
+            commitment=_blob(m["commitment"]),
             boot_id=str(m["boot_id"]),
             synced=bool(m["synced"]),
             change=int(m["change"]),
@@ -436,6 +471,17 @@ def _segment(row: Row[tuple[object, ...]]) -> SegmentRow:
 def _chunks(ids: Iterable[bytes]) -> Iterable[list[bytes]]:
     every = list(ids)
     return (every[i : i + _IN_MAX] for i in range(0, len(every), _IN_MAX))
+
+
+def _blob(value: object) -> bytes:
+    """A column's bytes. Not ``bytes(value)``: of a damaged row's integer that makes as many zeros.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    if not isinstance(value, bytes):
+        raise TypeError("not a blob")
+    return value
 
 
 def _corrupt(what: str) -> CatalogCorruptError:

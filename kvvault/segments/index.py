@@ -56,9 +56,9 @@ class _Table:
         self.high: _U64 = np.zeros(slots, np.uint64)
         self.at: _U64 = np.zeros(slots, np.uint64)
         # Indexing a memoryview gives a Python int in a quarter of the time of a numpy scalar.
-        self.low_view = memoryview(self.low)
-        self.high_view = memoryview(self.high)
-        self.at_view = memoryview(self.at)
+        self.low_view = self.low.data
+        self.high_view = self.high.data
+        self.at_view = self.at.data
 
     def fill(self, low: _U64, high: _U64, at: _U64) -> int:
         """Insert many entries into this table, which nobody reads yet; later duplicates win.

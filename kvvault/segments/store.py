@@ -220,7 +220,17 @@ class Records:
             self._data[at + NONCE_BYTES : at + RECORD_BYTES] = extent.tags[tag : tag + TAG_BYTES]
 
     def __getitem__(self, slot: int) -> bytes:
-        return bytes(self._data[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])
+        """28 bytes; zeros, which open nothing, for a slot beyond the last."""
+        record = self._data[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES]
+        return bytes(record).ljust(RECORD_BYTES, b"\0")
+
+    def __len__(self) -> int:
+        """Slots up to the last that was filled."""
+        return len(self._data) // RECORD_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._data)
 
 
 def block_ids_of(extent: Extent) -> list[bytes]:

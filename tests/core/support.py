@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pysqlite3.dbapi2 as _sqlite
 
@@ -18,7 +18,7 @@ from kvvault.model import Guard, Namespace, Outcome, PutReport
 from kvvault.options import VaultOptions
 from kvvault.vault import Scope, Vault
 
-sqlite: ModuleType = _sqlite
+sqlite: Any = _sqlite
 
 BLOCK = 4096
 ZERO = bytes(BLOCK)
@@ -117,7 +117,7 @@ class Home:
         return sorted((self.path / "segments").glob("*.seg"))
 
     @contextmanager
-    def sql(self) -> Iterator[sqlite.Connection]:
+    def sql(self) -> Iterator[Any]:
         """The catalog of a closed vault, every constraint off: what somebody with the disk does."""
         connection = sqlite.connect(str(self.catalog), isolation_level=None)
         try:

@@ -271,13 +271,13 @@ class TestPragmas:
     def test_a_sqlite_that_cannot_is_refused(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        class Cursor(sqlite.Cursor):  # type: ignore[misc, name-defined]
+        class Cursor(sqlite.Cursor):  # type: ignore[misc]
             def execute(self, statement: str, *args: object) -> object:
                 if statement == "PRAGMA secure_delete=ON":
                     statement = "PRAGMA secure_delete=OFF"
                 return super().execute(statement, *args)
 
-        class Raw(sqlite.Connection):  # type: ignore[misc, name-defined]
+        class Raw(sqlite.Connection):  # type: ignore[misc]
             def cursor(self, factory: object = Cursor) -> object:
                 return super().cursor(Cursor)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,8 +24,6 @@ from kvvault.segments.format import RECORD_BYTES
 from kvvault.segments.index import Location, SegmentIndex
 
 SLOT_MAX = (1 << 20) - 1
-
-TraceFunction = Callable[[FrameType, str, object], object]
 
 
 def block_id(number: int) -> bytes:
@@ -243,7 +242,7 @@ def test_at_every_line_of_a_change_a_reader_sees_it_wholly_or_not_at_all() -> No
     comes = [colliding_id(n) for n in range(12, 24)]
     looked = 0
 
-    def look(frame: FrameType, event: str, argument: object) -> TraceFunction:
+    def look(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal looked
         looked += 1
         sys.settrace(None)  # `find` itself is not to be traced

@@ -1,0 +1,427 @@
+"""Deleting, several handles on one vault, looking at it, closing it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import pytest
+
+from kvvault.errors import (
+    ClosedError,
+    StorageError,
+    UsageError,
+    VaultNotFoundError,
+)
+from kvvault.model import Outcome, PutReport, SegmentState
+from kvvault.vault import Scope, Vault
+from tests.core.support import (
+    BLOCK,
+    SMALL,
+    ZERO,
+    Home,
+    assert_hits,
+    assert_missing,
+    content,
+    get,
+    key,
+    keys,
+    namespace,
+    open_descriptors,
+    put,
+    segment_of,
+)
+
+
+class TestDeletion:
+    def test_segments(self, vault: Vault, scope: Scope) -> None:
+        put(vault, scope, keys(8))
+        doomed = segment_of(vault, scope, key(0))
+        assert doomed is not None
+        gone = [k for k in keys(8) if segment_of(vault, scope, k) == doomed]
+        kept = [k for k in keys(8) if k not in gone]
+        assert gone
+        assert kept
+        assert vault.delete_segments([doomed]) == 1
+        assert vault.contains(scope, gone) == [False] * len(gone)
+        assert_missing(vault, scope, gone)
+        assert_hits(vault, scope, kept)
+        assert doomed.hex() + ".seg" not in {p.name for p in (vault.path / "segments").iterdir()}
+        states = {s.segment_id: s.state for s in vault.segments()}
+        assert states[doomed] is SegmentState.DESTROYED
+        assert put(vault, scope, keys(8)) == PutReport(stored=len(gone), present=len(kept))
+        assert_hits(vault, scope, keys(8))
+
+    def test_unknown_and_repeated_ids(self, vault: Vault, scope: Scope) -> None:
+        put(vault, scope, keys(4))
+        doomed = vault.segments()[0].segment_id
+        assert vault.delete_segments([]) == 0
+        assert vault.delete_segments([bytes(16), b"", b"x" * 40]) == 0
+        assert_hits(vault, scope, keys(4))
+        assert vault.delete_segments([doomed, doomed]) == 1
+        assert vault.delete_segments([doomed]) == 0
+
+    def test_more_segments_than_one_statement_takes(self, home: Home) -> None:
+        home.options = dataclasses.replace(SMALL, segment_bytes=BLOCK)
+        with home.create() as vault:
+            scope = vault.scope("alice", namespace())
+            put(vault, scope, keys(60))
+            ids = [s.segment_id for s in vault.segments()]
+            assert len(ids) == 60
+            padding = [n.to_bytes(16, "big") for n in range(1000)]
+            assert vault.delete_segments(padding + ids[:59]) == 59
+            assert sum(vault.contains(scope, keys(60))) == 1
+
+    def test_an_open_segment_takes_no_more_blocks(self, vault: Vault, scope: Scope) -> None:
+        put(vault, scope, keys(1))
+        (only,) = vault.segments()
+        assert only.state is SegmentState.OPEN
+        vault.delete_segments([only.segment_id])
+        assert put(vault, scope, keys(3)).stored == 3
+        assert_hits(vault, scope, keys(3))
+        assert all(s.segment_id != only.segment_id for s in vault.segments() if s.state.live)
+
+    def test_reopened_it_stays_gone(self, home: Home) -> None:
+        with home.create() as vault:
+            scope = vault.scope("alice", namespace())
+            put(vault, scope, keys(8))
+            doomed = segment_of(vault, scope, key(0))
+            assert doomed is not None
+            gone = [k for k in keys(8) if segment_of(vault, scope, k) == doomed]
+            vault.delete_segments([doomed])
+        with home.open() as vault:
+            assert vault.recovery.clean
+            scope = vault.scope("alice", namespace())
+            assert_missing(vault, scope, gone)
+            assert_hits(vault, scope, [k for k in keys(8) if k not in gone])
+
+    def test_req_k1_forgetting_a_tenant_leaves_the_others(self, vault: Vault) -> None:
+        alice, bob = vault.scope("alice", namespace()), vault.scope("bob", namespace())
+        put(vault, alice, keys(6), "alice")
+        put(vault, bob, keys(6), "bob")
+        assert vault.forget("alice") == 2
+        assert vault.contains(alice, keys(6)) == [False] * 6
+        assert_missing(vault, alice, keys(6))
+        assert put(vault, alice, keys(1)) == PutReport(refused=1)
+        assert_hits(vault, bob, keys(6), "bob")
+        assert [facts.name for facts in vault.tenants()] == ["bob"]
+        assert vault.forget("alice") == 0
+        # The same name is a new tenant, which finds nothing and may begin again.
+        again = vault.scope("alice", namespace())
+        assert again.tenant_id != alice.tenant_id
+        assert_missing(vault, again, keys(6))
+        put(vault, again, keys(6), "alice again")
+        assert_hits(vault, again, keys(6), "alice again")
+
+    def test_forgetting_that_could_not_be_written_changes_nothing(
+        self, vault: Vault, scope: Scope, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put(vault, scope, keys(3))
+
+        def full(*_args: object) -> None:
+            raise StorageError("cannot write", hint="free some space")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("kvvault.catalog.operations.forget_tenant", full)
+            with pytest.raises(StorageError):
+                vault.forget("alice")
+        assert_hits(vault, scope, keys(3))
+        assert put(vault, scope, keys(4)) == PutReport(stored=1, present=3)
+
+    def test_deleting_does_not_wait_for_a_hung_disk(
+        self, vault: Vault, scope: Scope, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put(vault, scope, keys(4))
+        reading, go_on = threading.Event(), threading.Event()
+        real = vault._reader.__class__._load.__globals__["read_ciphertext"]
+
+        def hang(*args: Any) -> Any:
+            result = real(*args)
+            reading.set()
+            assert go_on.wait(60)
+            return result
+
+        monkeypatch.setattr("kvvault.reading.read_ciphertext", hang)
+        results: list[tuple[list[Outcome], list[bytes]]] = []
+        loader = threading.Thread(target=lambda: results.append(get(vault, scope, keys(4))))
+        loader.start()
+        assert reading.wait(60)
+        assert vault.delete_segments([s.segment_id for s in vault.segments()]) == 1
+        # It returned although a load still hangs, and that load serves nothing any more.
+        go_on.set()
+        loader.join(60)
+        ((outcomes, found),) = results
+        assert set(outcomes) == {Outcome.MISS}
+        assert found == [ZERO] * 4
+
+
+class TestSeveralHandles:
+    def test_what_one_writes_the_other_reads(self, home: Home) -> None:
+        with home.create() as one, home.open() as two:
+            here, there = one.scope("alice", namespace()), two.scope("alice", namespace())
+            assert here.tenant_id == there.tenant_id
+            put(one, here, keys(5))
+            two.refresh()
+            assert_hits(two, there, keys(5))
+            put(two, there, keys(10))
+            one.refresh()
+            assert_hits(one, here, keys(10))
+            assert one.stats().blocks == 10
+
+    def test_the_other_follows_by_itself(self, home: Home) -> None:
+        with home.create() as one, home.open() as two:
+            scope, there = one.scope("alice", namespace()), two.scope("alice", namespace())
+            put(one, scope, keys(3))
+            waited = threading.Event()
+            for _ in range(600):
+                if two.contains(there, keys(3)) == [True] * 3:
+                    break
+                waited.wait(0.05)
+            assert_hits(two, there, keys(3))
+
+    def test_promise_5_no_stale_hit_elsewhere_after_a_deletion(self, home: Home) -> None:
+        slow = dataclasses.replace(SMALL, poll_interval_s=60.0)
+        with home.create() as one, home.open(options=slow) as two:
+            here, there = one.scope("alice", namespace()), two.scope("alice", namespace())
+            put(one, here, keys(5))
+            assert_missing(two, there, keys(1, start=50))  # also a look, which finds nothing new
+            two.refresh()
+            assert_hits(two, there, keys(5))
+            one.delete_segments([s.segment_id for s in one.segments()])
+            # `contains` may lag behind; a load never does.
+            assert two.contains(there, keys(5)) == [True] * 5
+            assert_missing(two, there, keys(5))
+            assert two.contains(there, keys(5)) == [False] * 5
+
+    def test_forgotten_elsewhere(self, home: Home) -> None:
+        with home.create() as one, home.open() as two:
+            here, there = one.scope("alice", namespace()), two.scope("alice", namespace())
+            put(one, here, keys(5))
+            two.refresh()
+            one.forget("alice")
+            assert_missing(two, there, keys(5))
+            assert put(two, there, keys(2)).stored == 0
+            again = two.scope("alice", namespace())
+            assert put(two, again, keys(2)).stored == 2
+            assert_hits(two, again, keys(2))
+
+    def test_opening_leaves_a_living_writer_alone(self, home: Home) -> None:
+        with home.create() as one:
+            scope = one.scope("alice", namespace())
+            put(one, scope, keys(1))
+            with home.open() as two:
+                assert two.recovery.clean
+                put(one, scope, keys(3))
+                (facts,) = one.segments()
+                assert facts.state is SegmentState.OPEN
+                assert facts.blocks == 3
+                two.refresh()
+                assert_hits(two, two.scope("alice", namespace()), keys(3))
+
+    def test_many_threads_and_handles(self, home: Home) -> None:
+        errors: list[BaseException] = []
+        with home.create() as one, home.open() as two:
+
+            def work(number: int) -> None:
+                vault = (one, two)[number % 2]
+                try:
+                    scope = vault.scope(f"tenant {number % 3}", namespace())
+                    owner = f"tenant {number % 3}"
+                    for turn in range(12):
+                        mine = keys(6, start=3 * turn)
+                        put(vault, scope, mine, owner)
+                        outcomes, found = get(vault, scope, mine)
+                        for k, outcome, data in zip(mine, outcomes, found, strict=True):
+                            # Another thread may be storing it: then it is not findable yet.
+                            assert outcome in (Outcome.HIT, Outcome.MISS)
+                            expected = content(owner, k) if outcome is Outcome.HIT else ZERO
+                            assert data == expected
+                except BaseException as exc:
+                    errors.append(exc)
+                    raise
+
+            threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(100)
+            assert errors == []
+            one.refresh()
+            for number in range(3):
+                owner = f"tenant {number}"
+                assert_hits(one, one.scope(owner, namespace()), keys(39), owner)
+            assert one.verify().ok
+
+
+class TestReadOnly:
+    def test_looking_changes_nothing(self, home: Home) -> None:
+        with home.create() as vault:
+            put(vault, vault.scope("alice", namespace()), keys(6))
+        before = {p: p.read_bytes() for p in home.path.rglob("*") if p.is_file()}
+        with home.open(read_only=True) as vault:
+            scope = vault.scope("alice", namespace())
+            assert_hits(vault, scope, keys(6))
+            assert vault.verify().ok
+            assert vault.stats().blocks == 6
+            with pytest.raises(ClosedError):
+                put(vault, scope, keys(1))
+            with pytest.raises(ClosedError):
+                vault.delete_segments([vault.segments()[0].segment_id])
+            with pytest.raises(ClosedError):
+                vault.forget("alice")
+            with pytest.raises(UsageError, match="no such tenant"):
+                vault.scope("bob", namespace())
+        after = {p: p.read_bytes() for p in home.path.rglob("*") if p.is_file()}
+        beside = {home.catalog.with_name(home.catalog.name + end) for end in ("-wal", "-shm")}
+        assert {p: d for p, d in after.items() if p not in beside} == before
+
+    def test_beside_a_writer(self, home: Home) -> None:
+        with home.create() as writer, home.open(read_only=True) as looker:
+            scope = writer.scope("alice", namespace())
+            put(writer, scope, keys(3))
+            looker.refresh()
+            assert_hits(looker, looker.scope("alice", namespace()), keys(3))
+
+    def test_an_empty_vault(self, home: Home) -> None:
+        home.create().close()
+        home.catalog.unlink()
+        with pytest.raises(VaultNotFoundError):
+            home.open(read_only=True)
+
+
+class TestLooking:
+    def test_stats_and_lists(self, vault: Vault) -> None:
+        for name, count in (("alice", 6), ("bob", 3)):
+            put(vault, vault.scope(name, namespace()), keys(count), name)
+        put(vault, vault.scope("bob", namespace(2 * BLOCK)), keys(2), "bob")
+        stats = vault.stats()
+        assert (stats.blocks, stats.tenants, stats.namespaces) == (11, 2, 2)
+        assert stats.data_bytes == 13 * BLOCK
+        assert stats.segments == len(vault.segments()) == 4
+        assert (stats.stored_blocks, stats.stored_bytes) == (11, 13 * BLOCK)
+        assert [(t.name, t.segments, t.blocks, t.data_bytes) for t in vault.tenants()] == [
+            ("alice", 2, 6, 6 * BLOCK),
+            ("bob", 2, 5, 7 * BLOCK),
+        ]
+        found = {n.namespace.block_bytes: n for n in vault.namespaces()}
+        assert found[BLOCK].namespace == namespace()
+        assert (found[BLOCK].segments, found[BLOCK].blocks) == (3, 9)
+        assert (found[2 * BLOCK].blocks, found[2 * BLOCK].data_bytes) == (2, 4 * BLOCK)
+
+    def test_counters(self, vault: Vault, scope: Scope) -> None:
+        put(vault, scope, keys(3))
+        put(vault, scope, keys(4))
+        get(vault, scope, keys(6))
+        stats = vault.stats()
+        assert (stats.stored_blocks, stats.present_blocks, stats.refused_blocks) == (4, 3, 0)
+        assert (stats.hits, stats.misses, stats.tampered, stats.lost) == (4, 2, 0, 0)
+        assert vault.counters()["hit"] == 4
+
+    def test_verify(self, vault: Vault, scope: Scope) -> None:
+        put(vault, scope, keys(9))
+        seen: list[tuple[int, int]] = []
+        report = vault.verify(lambda done, total: seen.append((done, total)))
+        assert report.ok
+        assert (report.segments, report.blocks, report.data_bytes) == (3, 9, 9 * BLOCK)
+        assert seen == [(n * BLOCK, 9 * BLOCK) for n in range(1, 10)]
+
+    def test_memory_of_the_index_counts_nonces_and_tags(self, vault: Vault, scope: Scope) -> None:
+        before = vault.stats().index_bytes
+        put(vault, scope, keys(100))
+        assert vault.stats().index_bytes == before + 28 * 100
+
+
+class TestClosing:
+    def test_a_closed_vault_refuses(self, vault: Vault, scope: Scope) -> None:
+        put(vault, scope, keys(2))
+        vault.close()
+        vault.close()
+        assert vault.contains(scope, keys(2)) == [False] * 2
+        calls: list[Any] = [
+            lambda: put(vault, scope, keys(1)),
+            lambda: get(vault, scope, keys(1)),
+            lambda: vault.scope("alice", namespace()),
+            lambda: vault.delete_segments([]),
+            lambda: vault.forget("alice"),
+            vault.refresh,
+        ]
+        for call in calls:
+            with pytest.raises(ClosedError):
+                call()
+
+    def test_nothing_is_left_open(self, home: Home) -> None:
+        home.create().close()
+        before, threads = open_descriptors(), threading.active_count()
+        for _ in range(3):
+            with home.open() as vault:
+                scope = vault.scope("alice", namespace())
+                put(vault, scope, keys(30))
+                assert_hits(vault, scope, keys(30))
+                vault.delete_segments([vault.segments()[0].segment_id])
+        assert open_descriptors() == before
+        assert threading.active_count() == threads
+
+    def test_nothing_is_left_open_when_opening_fails(
+        self, home: Home, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with home.create() as vault:
+            put(vault, vault.scope("alice", namespace()), keys(4))
+        before, threads = open_descriptors(), threading.active_count()
+
+        def fail(*_args: object) -> None:
+            raise StorageError("broken", hint="none")
+
+        for where in (
+            "kvvault.recovery.Recovery.run",
+            "kvvault.view.View.refresh",
+            "kvvault.keyring.KeyRing.open",
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(where, fail)
+                with pytest.raises(StorageError):
+                    home.open()
+            assert open_descriptors() == before, where
+            assert threading.active_count() == threads, where
+        home.open().close()
+
+    def test_closing_under_load_loses_nothing_and_raises_nothing_else(self, home: Home) -> None:
+        surprises: list[BaseException] = []
+        stored: list[bytes] = []
+        vault = home.create()
+        scope = vault.scope("alice", namespace())
+        put(vault, scope, keys(8))
+        started = threading.Barrier(5)
+
+        def work(number: int) -> None:
+            started.wait()
+            try:
+                for turn in range(10_000):
+                    mine = keys(2, start=1000 * (number + 1) + 2 * turn)
+                    if number % 2:
+                        if put(vault, scope, mine).stored == 2:
+                            stored.extend(mine)
+                    else:
+                        outcomes, found = get(vault, scope, keys(8))
+                        for k, outcome, data in zip(keys(8), outcomes, found, strict=True):
+                            hit = outcome is Outcome.HIT
+                            assert data == (content("a", k) if hit else ZERO)
+            except ClosedError:
+                pass
+            except BaseException as exc:
+                surprises.append(exc)
+                raise
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        while len(stored) < 20:
+            threading.Event().wait(0.01)
+        vault.close()
+        for thread in threads:
+            thread.join(60)
+        assert surprises == []
+        with home.open() as again:
+            scope = again.scope("alice", namespace())
+            assert_hits(again, scope, [*keys(8), *stored])
