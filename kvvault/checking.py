@@ -97,8 +97,8 @@ class Checker:
         """How many leading blocks are authentic; all when that cannot be found out now."""
         intact = 0
         for outcome in self.check(row, file):
-            if outcome is Outcome.KEY_UNAVAILABLE:
-                return row.facts.blocks
+            if outcome in (Outcome.KEY_UNAVAILABLE, Outcome.IO_FAILED):
+                return row.facts.blocks  # nothing is lost by keeping them: every load authenticates
             if outcome is not Outcome.HIT:
                 break
             intact += 1

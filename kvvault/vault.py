@@ -258,6 +258,8 @@ class Vault:
                             self._provider, self._vault_id, epoch.decode(), wrapped, self._clock
                         )
                     log.warning("the keys of this vault were in memory only and are gone")
+                elif not layout.is_new(self.path):
+                    log.warning("the catalog is not complete; the vault starts empty")
             except BaseException:
                 catalog.close()
                 raise

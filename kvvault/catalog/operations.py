@@ -354,8 +354,9 @@ def finish_deletion(connection: Connection, segment_ids: Sequence[bytes]) -> Non
         )
 
 
-def keep_prefix(connection: Connection, segment_id: bytes, blocks: int) -> None:
-    """Drop the extents that do not lie wholly within the first `blocks` slots."""
+def keep_prefix(connection: Connection, segment_id: bytes, blocks: int) -> int:
+    """Drop the extents that do not lie wholly within the first `blocks` slots; returns how many
+    slots are left."""
     e = t.extents.c
     count = func.length(e.block_ids) / 16
     connection.execute(
@@ -364,11 +365,13 @@ def keep_prefix(connection: Connection, segment_id: bytes, blocks: int) -> None:
     end = connection.execute(
         select(func.max(e.first_slot + count)).where(e.segment_id == segment_id)
     ).scalar()
+    left = int(end or 0)
     connection.execute(
         update(t.segments)
         .where(t.segments.c.segment_id == segment_id)
-        .values(blocks=int(end or 0), change=_next_change(connection))
+        .values(blocks=left, change=_next_change(connection))
     )
+    return left
 
 
 def forget_tenant(connection: Connection, tenant_id: bytes) -> list[bytes]:

@@ -25,7 +25,8 @@ from kvvault.model import PAGE_BYTES
 
 _IOV_MAX = 1024  # Linux UIO_MAXIOV
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK does nothing to a regular file, and keeps a FIFO in its place from hanging the open.
+_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class AlignedBuffer:
@@ -99,16 +100,13 @@ class SegmentFile:
             except OSError as exc:
                 raise storage_error(exc, "read a segment") from exc
             if n == 0:
-                raise ShortReadError(
-                    "a segment file is shorter than the catalog says",
-                    hint="run `kvvault verify`; the missing blocks are treated as misses",
-                )
+                raise _too_short()
             offset += n
             while pending and n >= len(pending[0]):
                 n -= len(pending.pop(0))
             if n:
-                # After a partial direct read the rest may be unaligned; it then fails with EINVAL
-                # and counts as an I/O error, which is a miss.
+                if offset >= self.size:  # a direct read cannot ask again from within a page
+                    raise _too_short()
                 pending[0] = pending[0][n:]
 
     @property
@@ -119,6 +117,13 @@ class SegmentFile:
     def linked(self) -> bool:
         """Whether the file still has a name."""
         return os.fstat(self._fd).st_nlink > 0
+
+    def make_private(self) -> None:
+        """Mode 0600, whatever the umask was."""
+        try:
+            os.fchmod(self._fd, 0o600)
+        except OSError as exc:
+            raise storage_error(exc, "make a segment private") from exc
 
     def truncate(self, size: int) -> None:
         try:
@@ -140,12 +145,25 @@ class SegmentFile:
 
     def try_lock(self) -> bool:
         """Take the writer's lock. The kernel drops it when its holder dies, however it dies, so a
-        free lock proves that nobody writes (a process id or an age would not)."""
+        free lock proves that nobody writes (a process id or an age would not).
+
+        Raises:
+            StorageError: the file system has no locks to give.
+        """
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError as exc:
+            raise storage_error(exc, "lock a segment") from exc
         return True
+
+
+def _too_short() -> ShortReadError:
+    return ShortReadError(
+        "a segment file is shorter than the catalog says",
+        hint="run `kvvault verify`; the missing blocks are treated as misses",
+    )
 
 
 class SegmentDir:
@@ -208,7 +226,13 @@ class SegmentDir:
             StorageError: the disk is full or read-only, or the name exists.
         """
         file = self._open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR)
-        return file if file.try_lock() and file.linked else None
+        try:
+            file.make_private()
+            return file if file.try_lock() and file.linked else None
+        except StorageError:
+            with contextlib.suppress(StorageError):
+                self.unlink(name)
+            raise
 
     def open(self, name: str, *, writable: bool = False) -> SegmentFile:
         """Open an existing file.
@@ -238,9 +262,7 @@ class SegmentDir:
                 ) from exc
             raise storage_error(exc, "open a segment") from exc
         file = SegmentFile(fd, name)
-        if flags & os.O_CREAT:
-            os.fchmod(fd, 0o600)
-        else:
+        if not flags & os.O_CREAT:
             check_private_file(fd, "a segment file")
         return file
 
