@@ -154,6 +154,15 @@ def _read_file(path: Path, *, required: bool) -> dict[str, object]:
     return values
 
 
+def _visible(path: Path) -> bool:
+    """Whether one may at least know that there is a file."""
+    try:
+        os.stat(path)
+    except OSError:
+        return False
+    return True
+
+
 def _read_bytes(path: Path, *, required: bool) -> bytes | None:
     """The file's bytes; None when there is none and there need not be one."""
     try:
@@ -165,12 +174,14 @@ def _read_bytes(path: Path, *, required: bool) -> bytes | None:
             f"there is no config file {path}", hint=f"check --config and {CONFIG_VARIABLE}"
         ) from None
     except (OSError, ValueError) as error:
+        if not required and isinstance(error, PermissionError) and not _visible(path):
+            return None  # a service whose home directory is not its own
         reason = (error.strerror or "").lower() if isinstance(error, OSError) else "not a path"
         raise ConfigError(
             f"the config file {path} cannot be read: {reason}",
             hint=f"make it readable, or name another with --config or {CONFIG_VARIABLE}",
         ) from None
-    with os.fdopen(fd, "rb") as file:
+    try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise ConfigError(
@@ -181,7 +192,10 @@ def _read_bytes(path: Path, *, required: bool) -> bytes | None:
                 f"others may change the config file {path}",
                 hint=f"it decides which keys are used; make it yours: chmod o-w {path}",
             )
-        raw = file.read(_MAX_FILE_BYTES + 1)
+        with open(fd, "rb", closefd=False) as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+    finally:
+        os.close(fd)
     if len(raw) > _MAX_FILE_BYTES:
         raise ConfigError(f"the config file {path} is too large", hint="at most 1 MiB")
     return raw

@@ -156,7 +156,7 @@ def _number(kind: Kind, text: str) -> float:
         return parse_time(text)
     if kind is Kind.DURATION:
         return parse_duration(text)
-    if not re.fullmatch(r"\d{1,30}", text):
+    if not re.fullmatch(r"[0-9]{1,30}", text):
         raise ValueError("not a count; write a whole number")
     return int(text)
 

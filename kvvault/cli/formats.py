@@ -30,7 +30,7 @@ _UNITS: Final[dict[str, int]] = {
     **{f"{p}IB": 1024**n for n, p in enumerate("KMGTP", 1)},
 }
 _DURATIONS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-_NUMBER: Final = re.compile(r"(\d{1,30}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})")
+_NUMBER: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,9})?)\s*([A-Za-z]{0,3})")
 _SHORTEST_ID: Final = 8
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Bar", "Output", "printable"]
 
 _WIDE = 1 << 14
-"""Columns of a table that does not go to a terminal: nothing is cut off there."""
+"""Columns that a line may have: nothing is cut off, on no terminal."""
 
 
 def printable(text: str) -> str:
@@ -55,16 +55,14 @@ class Output:
         self._write_stdout("".join(f"{printable(line)}\n" for line in lines))
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Aligned columns: in full where stdout is not a terminal. Errors as `document`."""
+        """Aligned columns, in full whatever the terminal's width. Errors as `document`."""
         from rich.table import Table
         from rich.text import Text
 
         table = Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
         for index, name in enumerate(header):
             right = bool(rows) and all(row[index].right for row in rows)
-            table.add_column(
-                name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis"
-            )
+            table.add_column(name, justify="right" if right else "left", no_wrap=True)
         for row in rows:
             table.add_row(*(Text(printable(cell.text)) for cell in row))
         self._render(table)
@@ -96,11 +94,10 @@ class Output:
         stream = sys.stdout
         console = Console(
             file=stream,
-            width=None if _is_terminal(stream) else _WIDE,
+            width=_WIDE,
             markup=False,
             highlight=False,
             emoji=False,
-            soft_wrap=not _is_terminal(stream),
         )
         with console.capture() as capture:
             console.print(what)

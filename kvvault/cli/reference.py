@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,8 @@ from typer.main import get_command
 
 from kvvault import errors
 from kvvault.cli.app import app
+from kvvault.cli.columns import Column
+from kvvault.cli.inventory import Inventory
 
 __all__ = ["reference"]
 
@@ -100,12 +103,41 @@ def _section(command: Any, context: typer.Context) -> list[str]:
         for record in (option.get_help_record(context) for option in options)
         if record is not None and record[0].split()[0] not in _SETTINGS
     ]
+    if command.name == "ls":
+        lines += _fields()
     if rows:
         lines += ["| | |", "|---|---|"]
         lines += [f"| `{_escape(form)}` | {_escape(text)} |" for form, text in rows]
         lines.append("")
     settings = [o.opts[0] for o in options if o.opts[0] in _SETTINGS]
     return [*lines, f"[Settings](#settings): {', '.join(f'`{name}`' for name in settings)}.", ""]
+
+
+def _fields() -> list[str]:
+    """What `ls` can filter and sort by."""
+    nothing = Inventory([], [], [], 0.0)
+    kinds: dict[str, Sequence[Column[Any]]] = {
+        "segments": nothing.segment_columns,
+        "tenants": nothing.tenant_columns,
+        "namespaces": nothing.namespace_columns,
+    }
+    lines = [
+        "Fields for `--filter` and `--sort`:",
+        "",
+        "| of | fields and their types |",
+        "|---|---|",
+    ]
+    for kind, columns in kinds.items():
+        fields = ", ".join(f"`{column.name}` {column.kind.value}" for column in columns)
+        lines.append(f"| {kind} | {fields} |")
+    return [
+        *lines,
+        "",
+        "Operators are `=` `!=` for all, `<` `<=` `>` `>=` for counts, sizes (`64KiB`, `1.5GB`),",
+        "times (`2026-01-31T12:00:00Z`) and durations (`15m`, `7d`), `~` (contains) for text. `=`",
+        "compares an id by its beginning.",
+        "",
+    ]
 
 
 def _placeholder(argument: Any) -> str:

@@ -73,7 +73,9 @@ class _ServeCommand(TyperCommand):
             mine = known is not None and not (model and name in self._SHARED)
             if mine or (not model and token.startswith("-")):
                 ours.append(token)
-                if known and not equals and head:
+                if known and not equals:
+                    if not head:
+                        raise UsageError(f"{name} needs a value", hint="see: kvvault serve --help")
                     ours.append(head.pop(0))
             elif not model:
                 model.append(token)

@@ -1,0 +1,5 @@
+"""``python -m kvvault.cli``."""
+
+from kvvault.cli import main
+
+main()
