@@ -191,10 +191,13 @@ def build(path: Path, descriptor: Descriptor) -> None:
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(open_private_dir(path))
-        for sub in (segments_path(path), locks_path(path)):
-            sub.mkdir(mode=0o700, exist_ok=True)
-            os.close(open_private_dir(sub))
+        for directory in (path, segments_path(path), locks_path(path)):
+            directory.mkdir(mode=0o700, exist_ok=True)
+            fd = open_private_dir(directory)
+            try:
+                os.fchmod(fd, 0o700)  # whatever the umask took away
+            finally:
+                os.close(fd)
         text = json.dumps(
             {
                 "kvvault": "vault",
@@ -218,11 +221,11 @@ def build(path: Path, descriptor: Descriptor) -> None:
         finally:
             os.close(fd)
         temporary.rename(target)
-        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(directory)
+            os.fsync(fd)
         finally:
-            os.close(directory)
+            os.close(fd)
     except OSError as exc:
         raise _refused(exc, path) from exc
 

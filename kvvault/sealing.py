@@ -77,6 +77,7 @@ class Sealer:
                 self._try_again()
                 self._sync()
                 next_sync = time.monotonic() + self._interval
+        self._unsealed.clear()  # their files' locks go, and whoever opens the vault next may seal
 
     def _seal(self, segment: OpenSegment) -> None:
         """The segment's commits were queued before this one, so they come first."""

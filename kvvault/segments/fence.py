@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvvault.errors import VaultLockedError
+from kvvault.errors import ClosedError, VaultLockedError
 from kvvault.segments.io import check_private_file, open_private_dir, storage_error
 
 _POLL_S = 0.001
@@ -65,12 +65,19 @@ class Fence:
             pass
 
     def _open(self, name: str, *, make: bool = False) -> int:
+        if self._dir < 0:
+            raise ClosedError("the vault is closed", hint="open it again")
         try:
             fd = self._open_or_make(name, make)
         except OSError as exc:
             raise storage_error(exc, "open a lock file") from exc
         try:
             check_private_file(fd, "a lock file")
+            if os.fstat(fd).st_mode & 0o600 != 0o600:
+                os.fchmod(fd, 0o600)  # what an odd umask took away
+        except OSError as exc:
+            os.close(fd)
+            raise storage_error(exc, "open a lock file") from exc
         except BaseException:
             os.close(fd)
             raise
@@ -114,6 +121,7 @@ class Fence:
 
         Raises:
             StorageError, UnsafeFileError: the lock files cannot be had: nothing may be published.
+            ClosedError: after `close`.
         """
         with self._pair() as (gate, fence):
             if os.pread(gate, 1, 0) == _SHUT:
