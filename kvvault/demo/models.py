@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEMO_LLAMA", "HYBRID_GEMMA3", "ModelRecipe", "build_model", "model_digest"]
 
-_BUILD_VERSION = 1
+_BUILD_VERSION = 2
 """Enters the digest: raise it whenever the same recipe would give other files."""
 
 _UNKNOWN, _BEGIN, _END, _PAD = "<unk>", "<s>", "</s>", "<pad>"
@@ -46,6 +46,9 @@ _ATTENTION_SHARPNESS = 2.0
 """Factor on queries and on keys; attention scores get its square as standard deviation."""
 _LOGIT_SPREAD = 3.0
 """Standard deviation of the logits: clear winners, few exact ties."""
+_GEMMA_LAYER_GAIN = 8.0
+"""Scale of what a Gemma layer adds to the residual stream. Input and output embeddings are the same
+tensor there, so with a gain of one the strongest logit would always be the last token's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +230,10 @@ def _initial(
         # Gemma norms multiply by (1 + weight), Llama norms by the weight.
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             return torch.full(shape, _ATTENTION_SHARPNESS - 1.0)
+        if gemma and name.endswith(
+            ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+        ):
+            return torch.full(shape, _GEMMA_LAYER_GAIN - 1.0)
         return torch.zeros(shape) if gemma else torch.ones(shape)
     noise = torch.randn(shape, generator=generator)
     fan_in = shape[-1]

@@ -137,7 +137,11 @@ class GroupPlan:
 
         Returns:
             Bytes copied (writer rotation leaves out blocks that other workers copy).
+
+        Raises:
+            ValueError: a block or a row does not exist; nothing was copied then.
         """
+        self._check(blocks)
         self._clean(blocks)
         copied = 0
         for lane in self.lanes:
@@ -152,11 +156,24 @@ class GroupPlan:
 
         Returns:
             Bytes copied.
+
+        Raises:
+            ValueError: a block or a row does not exist; nothing was copied then.
         """
+        self._check(blocks)
         for lane in self.lanes:
             for device, chunk, sub, count in _neighbours(blocks, self.blocks_per_chunk):
                 lane.device[device : device + count] = _host(lane, chunk, sub, count)
         return len(blocks) * sum(lane.bytes_per_block for lane in self.lanes)
+
+    def _check(self, blocks: Blocks) -> None:
+        """Slices beyond an array's end are empty and would copy nothing without a word."""
+        if len(blocks) == 0 or not self.lanes:
+            return
+        lane = self.lanes[0]
+        for ids, limit in ((blocks.device, len(lane.device)), (blocks.chunk, len(lane.host))):
+            if ids.min() < 0 or ids.max() >= limit:
+                raise ValueError("a block or a row outside its tensor")
 
     def _turn(self, blocks: Blocks, lane: Lane) -> Blocks:
         """The blocks whose canonical page this worker writes. The page id counts positions in host

@@ -218,7 +218,7 @@ def _model(prefix: str, model: ModelFacts, cache: DigestCache) -> dict[str, str]
     lengths = model.rope_types - _ROPE_OF_ANY_LENGTH
     path = Path(model.location)
     return {
-        f"{prefix}.name": path.name if path.is_dir() else model.location,
+        prefix: path.name if path.is_dir() else model.location,
         f"{prefix}.weights": weights_identity(model.location, model.commit, cache),
         f"{prefix}.settings": _digest(model.settings),
         f"{prefix}.length": str(model.max_model_len) if lengths else "any",
