@@ -131,7 +131,7 @@ class Sealer:
         try:
             self._catalog.write(lambda c: operations.revoke_segments(c, dead))
             for segment_id in dead:
-                self._directory.unlink(segment_name(segment_id))
+                self._directory.discard(segment_name(segment_id))
             self._catalog.write(lambda c: operations.finish_deletion(c, dead))
         except KvvaultError as exc:
             log.warning("dead segments are not removed yet: %s", exc)

@@ -9,6 +9,7 @@ raise; they are for scheduler threads. Everything else may wait for disk, catalo
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -29,7 +30,13 @@ from kvvault.counters import Counters
 from kvvault.crypto.keys import TenantKeys
 from kvvault.crypto.providers import open_provider
 from kvvault.crypto.providers.base import KeyProvider, ProviderInfo
-from kvvault.errors import ClosedError, KvvaultError, UsageError, VaultNotFoundError
+from kvvault.errors import (
+    ClosedError,
+    KvvaultError,
+    StorageError,
+    UsageError,
+    VaultNotFoundError,
+)
 from kvvault.keyring import KeyRing, another_tenants_row
 from kvvault.model import (
     Buffer,
@@ -318,7 +325,7 @@ class Vault:
             self._catalog.write(lambda c: operations.add_namespace(c, namespace, self._clock.now()))
         if row is None:
             raise UsageError("the vault has no such tenant", hint="see `kvvault ls tenants`")
-        return Scope(self._ring.tenant(row), namespace)
+        return Scope(self._ring.named(row, tenant), namespace)
 
     def _add_tenant(self, name: str) -> TenantRow:
         made, opened = self._ring.create_tenant(name)
@@ -403,7 +410,7 @@ class Vault:
             StorageError, CatalogError.
         """
         ids = list(segment_ids)
-        return self._delete(lambda c: (operations.revoke_segments(c, ids), ids))
+        return self._delete(lambda c: (operations.revoke_segments(c, ids), ids), lambda: ids)
 
     def forget(self, tenant: str) -> int:
         """Destroy a tenant's key and with it everything of the tenant; returns its live segments.
@@ -428,21 +435,34 @@ class Vault:
             ids = operations.forget_tenant(connection, tenant_id)
             return len(ids), ids
 
-        return self._delete(revoke, tenant_id)
+        def doomed() -> list[bytes]:
+            return [f.segment_id for f in self.segments() if f.tenant_id == tenant_id]
+
+        return self._delete(revoke, doomed, tenant_id)
 
     def _delete(
         self,
         revoke: Callable[[Connection], tuple[int, list[bytes]]],
+        doomed: Callable[[], list[bytes]],
         tenant_id: bytes | None = None,
     ) -> int:
         self._check_open()
-        count, ids = self._catalog.write(revoke)
+        try:
+            count, ids = self._catalog.write(revoke)
+        except StorageError as exc:
+            if exc.errno != errno.ENOSPC:
+                raise
+            # A full disk must not keep what is to be erased: it makes the room to write it down.
+            # If that fails again, the blocks are gone and the next to open the vault notes it.
+            for segment_id in doomed():
+                self._directory.discard(segment_name(segment_id))
+            count, ids = self._catalog.write(revoke)
         if tenant_id is not None:  # only now: had the write failed, the tenant would live on
             self._ring.drop(tenant_id)
         self._view.refresh()
         self._fence.drain(self.options.lock_timeout_s)
         for segment_id in ids:
-            self._directory.unlink(segment_name(segment_id))
+            self._directory.discard(segment_name(segment_id))
         self._catalog.write(lambda c: operations.finish_deletion(c, ids))
         return count
 

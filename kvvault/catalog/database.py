@@ -12,6 +12,7 @@ start and never fail half-way for a lock; the reading one begins DEFERRED.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -208,6 +209,7 @@ def translate(exc: DBAPIError, doing: str) -> KvvaultError:
         return StorageError(
             f"cannot {doing}: the catalog's disk refuses ({name or 'I/O error'})",
             hint="check space and mount options of the file system under the vault",
+            errno=errno.ENOSPC if name.startswith("SQLITE_FULL") else None,
         )
     return CatalogError(
         f"cannot {doing}: SQLite says {name or type(exc).__name__}",

@@ -280,6 +280,17 @@ class SegmentDir:
             raise storage_error(exc, "remove a segment") from exc
         return True
 
+    def discard(self, name: str) -> None:
+        """Remove a file and give its space back at once: other processes, and files that wait for
+        their sync here, may hold it open for a while.
+
+        Raises:
+            StorageError: it is still there.
+        """
+        with contextlib.suppress(FileNotFoundError, UnsafeFileError, StorageError):
+            self.open(name, writable=True).truncate(0)
+        self.unlink(name)
+
     def names(self) -> Iterator[tuple[str, int]]:
         """(name, bytes) of everything in the directory, whoever made it. Sizes are those of the
         entry itself, links not followed.
