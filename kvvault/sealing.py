@@ -47,16 +47,20 @@ class Sealer:
         self._unsynced: dict[bytes, SegmentFile] = {}
         self._unsealed: list[OpenSegment] = []
         self._dead: list[bytes] = []
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvvault-seal", daemon=True)
         self._thread.start()
 
     def seal(self, segment: OpenSegment) -> None:
-        """Have a segment sealed that nobody writes to any more. Twice does no harm."""
+        """Have a segment sealed that nobody writes to any more. Twice does no harm. After `close`
+        it is only let go of."""
         segment.cipher.stop_sealing()
-        self._queue.put(segment)
+        if not self._closed:
+            self._queue.put(segment)
 
     def close(self) -> None:
         """Seal and sync everything, then stop. Idempotent."""
+        self._closed = True
         self._queue.put(None)
         self._thread.join()
 

@@ -77,6 +77,8 @@ class Writer:
         self._boot_id = layout.boot_id()
         self._lock = threading.Lock()
         self._closed = False
+        self._working = 0
+        self._none_works = threading.Condition(self._lock)
         # Open segments by id: idle ones, least recently used first, and those a thread writes to.
         self._idle: OrderedDict[bytes, OpenSegment] = OrderedDict()
         self._busy: dict[bytes, OpenSegment] = {}
@@ -157,6 +159,24 @@ class Writer:
         commits: list[tuple[OpenSegment, int, Future[None]]],
     ) -> PutReport:
         """Encrypt and write one batch, in pieces where a segment ends; queues the commits."""
+        with self._lock:
+            self._working += 1
+        try:
+            return self._put_pieces(tenant, namespace, block_ids, buffers, guard, commits)
+        finally:
+            with self._lock:
+                self._working -= 1
+                self._none_works.notify_all()
+
+    def _put_pieces(
+        self,
+        tenant: TenantKeys,
+        namespace: Namespace,
+        block_ids: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        guard: Guard,
+        commits: list[tuple[OpenSegment, int, Future[None]]],
+    ) -> PutReport:
         done = 0
         while done < len(block_ids):
             try:
@@ -330,9 +350,12 @@ class Writer:
         return staging
 
     def close(self) -> None:
-        """Seal every open segment. Stores that are under way finish or are refused. Idempotent."""
+        """Seal every open segment. Stores that are under way finish their batch, and are waited for
+        as long as `VaultOptions.lock_timeout_s`: what hangs on a dead disk for longer is left to
+        whoever opens the vault next. Idempotent."""
         with self._lock:
             self._closed = True
+            self._none_works.wait_for(lambda: not self._working, self._options.lock_timeout_s)
             idle = list(self._idle.values())
             self._idle.clear()
         for segment in idle:
