@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvvault.doctor import Machine
 from kvvault.vault import Vault
 from tests.cli.support import fill
 
@@ -55,3 +56,24 @@ def place(template: Place, memory: Path) -> Iterator[Place]:
     shutil.copytree(template.path, path)
     yield Place(path, template.key)
     shutil.rmtree(path.parent, ignore_errors=True)
+
+
+@pytest.fixture
+def surroundings(tmp_path: Path) -> Machine:
+    """A machine where all is well: its own /proc, /sys and /dev/shm, and a vLLM."""
+    proc = tmp_path / "proc"
+    (proc / "sys/kernel").mkdir(parents=True)
+    (proc / "swaps").write_text("Filename Type Size Used Priority\n")
+    (proc / "sys/kernel/core_pattern").write_text("core\n")
+    process = proc / "1"
+    (process / "fd").mkdir(parents=True)
+    (process / "maps").write_text("7f00-7f01 r--p 00000000 00:00 0 \n")
+    (process / "status").write_text(f"Name: x\nUid:\t{os.geteuid()} 0 0 0\n")
+    (tmp_path / "sys").mkdir()
+    (tmp_path / "shm").mkdir()
+    vllm = tmp_path / "vllm"
+    (vllm / "config").mkdir(parents=True)
+    (vllm / "config/cache.py").write_text('class C:\n    prefix_caching_hash_algo: A = "sha256"\n')
+    return Machine(
+        proc, tmp_path / "sys", tmp_path / "shm", environ={}, vllm=lambda: vllm, core_limit=0
+    )

@@ -16,6 +16,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from kvvault.cli import app
+from kvvault.doctor import Machine
 from kvvault.model import Namespace
 from kvvault.vault import Vault
 
@@ -97,6 +98,14 @@ def fill(vault: Vault, tenants: Sequence[str] = TENANTS, blocks: int = 6) -> Non
             [noise.randbytes(BLOCK) for _ in range(blocks)],
         )
         assert report.stored == blocks
+
+
+def make_region(machine: Machine, name: str = "vllm_offload_abc.mmap", mode: int = 0o600) -> Path:
+    """What a killed vLLM leaves in /dev/shm."""
+    path = machine.shm / name
+    path.write_bytes(bytes(8192))
+    path.chmod(mode)
+    return path
 
 
 @contextmanager

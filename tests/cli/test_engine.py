@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,6 +202,7 @@ class Figures:
 @pytest.mark.usefixtures("with_vllm")
 def test_bench_tier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: dict[str, object] = {}
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stdout")
 
     def measure(
         *,
@@ -208,6 +211,8 @@ def test_bench_tier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         repeat: int,
         progress: Callable[[str], None],
     ) -> list[Figures]:
+        assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr"
+        logging.getLogger("kvvault.vault").warning("keys and disk of a throw-away vault")
         seen.update(directory=directory, sizes=list(sizes), repeat=repeat)
         progress("round 1")
         return [Figures(size, op) for size in sizes for op in ("store", "load")]
