@@ -53,7 +53,7 @@ test: python ## the whole test suite, real vLLM included
 	$(BIN)/python -m pytest $(ARGS)
 
 check: lint ## linters, types, layers and the fast tests: under two minutes
-	$(BIN)/python -m pytest -m "$(CHECK_MARKS)" $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "$(CHECK_MARKS)" $(ARGS)
 
 lint: venv ## ruff, mypy --strict and import-linter
 	$(BIN)/ruff check .
