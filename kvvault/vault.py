@@ -260,9 +260,10 @@ class Vault:
                 epoch = catalog.read(lambda c: operations.get_meta(c, "root_epoch"))
                 wrapped = catalog.read(lambda c: operations.get_meta(c, "lookup_key"))
                 if epoch is not None and wrapped is not None:
-                    if not layout.keys_vanished(self._provider, epoch.decode()):
+                    name = epoch.decode("ascii", "replace")  # of a damaged one, no key opens
+                    if not layout.keys_vanished(self._provider, name):
                         return catalog, KeyRing.open(
-                            self._provider, self._vault_id, epoch.decode(), wrapped, self._clock
+                            self._provider, self._vault_id, name, wrapped, self._clock
                         )
                     log.warning("the keys of this vault were in memory only and are gone")
                 elif not layout.is_new(self.path):

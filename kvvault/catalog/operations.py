@@ -62,6 +62,7 @@ class SegmentRow:
             and 0 < facts.block_bytes <= MAX_BLOCK_BYTES
             and facts.block_bytes % PAGE_BYTES == 0
             and 0 <= facts.blocks <= MAX_SLOTS
+            and (self.wrapped_secret is not None or not facts.state.live)
         )
 
 
@@ -350,7 +351,7 @@ def finish_deletion(connection: Connection, segment_ids: Sequence[bytes]) -> Non
         connection.execute(
             update(t.segments)
             .where(s.segment_id.in_(ids), s.state == SegmentState.REVOKED.value)
-            .values(state=SegmentState.DESTROYED.value, blocks=0)
+            .values(state=SegmentState.DESTROYED.value, blocks=0, wrapped_secret=None)
         )
 
 
