@@ -70,7 +70,8 @@ def start(
     *arguments: str | Path,
     code: str = "from kvvault.cli import main; main()",
     environment: Mapping[str, str] | None = None,
-    **streams: int,
+    stdout: int = subprocess.PIPE,
+    stderr: int = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
     """Start the program as a process of its own; `code` may prepare something first."""
     return subprocess.Popen(
@@ -78,8 +79,9 @@ def start(
         cwd=ROOT,
         env={**os.environ, **(environment or {})},
         text=True,
-        **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        | streams,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
     )
 
 

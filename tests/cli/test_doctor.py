@@ -14,7 +14,7 @@ import pytest
 
 from kvvault import doctor
 from kvvault.crypto.providers.base import Assurance, ProviderInfo
-from kvvault.doctor import Machine, Status, diagnose, residue, worst
+from kvvault.doctor import Machine, Status, diagnose, worst
 from kvvault.doctor import vault as checks
 from kvvault.doctor.findings import Finding
 from kvvault.testing import ManualClock
@@ -246,7 +246,7 @@ def test_space(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for share, expected in ((0.5, Status.OK), (0.01, Status.WARN)):
         values = list(real)
         values[4] = int(real.f_blocks * share)  # f_bavail
-        monkeypatch.setattr(disk.os, "statvfs", lambda _, v=values: os.statvfs_result(v))
+        monkeypatch.setattr(os, "statvfs", lambda _, v=values: os.statvfs_result(v))
         assert worst(disk.check_space(place.path)) is expected
 
 
@@ -259,7 +259,7 @@ def test_direct_io_is_tried_without_writing(place: Place, monkeypatch: pytest.Mo
     def refuse(*_: object) -> int:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(checks.os, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     assert worst(checks.check_direct(place.path)) is Status.WARN
 
 
@@ -338,7 +338,7 @@ def test_a_region_that_cannot_be_removed(here: Machine, monkeypatch: pytest.Monk
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(residue.os, "unlink", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
     result = run("doctor", "--fix", "--yes")
     assert result.code == 1
     assert "error: a region could not be removed: operation not permitted" in result.err
