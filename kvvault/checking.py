@@ -6,7 +6,9 @@ which is overwritten by the next block and wiped at the end.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
@@ -24,11 +26,12 @@ from kvvault.errors import (
     WrongKeyError,
 )
 from kvvault.keyring import KeyRing
-from kvvault.model import Outcome
+from kvvault.model import Outcome, VerifyReport
 from kvvault.segments.format import MAX_SLOTS, segment_name
 from kvvault.segments.io import AlignedBuffer, SegmentDir, SegmentFile, ShortReadError
 from kvvault.segments.store import (
     Place,
+    Progress,
     Records,
     Staging,
     Wanted,
@@ -92,6 +95,42 @@ class Checker:
             return Outcome.MISS
         except KvvaultError:
             return Outcome.IO_FAILED
+
+    def check_all(self, progress: Progress | None = None) -> VerifyReport:
+        """Check every live segment. One that is deleted meanwhile is no damage.
+
+        Raises:
+            StorageError, CatalogError: the catalog cannot be read.
+        """
+        rows = [row for row in self._catalog.read(operations.list_segments) if row.facts.state.live]
+        total = sum(row.facts.data_bytes for row in rows)
+        found: Counter[Outcome] = Counter()
+        damaged: list[bytes] = []
+        checked = done = 0
+        for row in rows:
+            outcomes: Counter[Outcome] = Counter()
+            for outcome in self.check(row):
+                outcomes[outcome] += 1
+                done += row.facts.block_bytes
+                if progress is not None:
+                    progress(done, total)
+            if outcomes.total() > outcomes[Outcome.HIT]:
+                segment_id = row.facts.segment_id
+                now = self._catalog.read(partial(operations.get_segment, segment_id=segment_id))
+                if now is None or not now.facts.state.live:
+                    continue
+                damaged.append(segment_id)
+            found += outcomes
+            checked += 1
+        return VerifyReport(
+            segments=checked,
+            blocks=found.total(),
+            data_bytes=total,
+            tampered=found[Outcome.TAMPERED],
+            lost=found[Outcome.MISS],
+            unreadable=found[Outcome.KEY_UNAVAILABLE] + found[Outcome.IO_FAILED],
+            damaged_segments=tuple(damaged),
+        )
 
     def count_intact(self, row: SegmentRow, file: SegmentFile) -> int:
         """How many leading blocks are authentic; all when that cannot be found out now."""

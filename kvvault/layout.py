@@ -230,7 +230,7 @@ def build(path: Path, descriptor: Descriptor) -> None:
         raise _refused(exc, path) from exc
 
 
-def read_descriptor(path: Path) -> Descriptor:
+def read_descriptor(path: Path, *, read_only: bool = False) -> Descriptor:
     """Read and check the descriptor.
 
     Raises:
@@ -250,7 +250,7 @@ def read_descriptor(path: Path) -> Descriptor:
     except OSError as exc:
         raise _refused(exc, path) from exc
     target = path / DESCRIPTOR_NAME
-    os.close(open_private_dir(path))
+    os.close(open_private_dir(path, repair=not read_only))
     try:
         check_path(target, "the vault's descriptor")
         raw = target.read_bytes()

@@ -136,7 +136,8 @@ class Namespace:
         """
         if block_bytes <= 0 or block_bytes % PAGE_BYTES:
             raise ValueError(f"block_bytes must be a positive multiple of {PAGE_BYTES}")
-        if not all(isinstance(k, str) and isinstance(v, str) for k, v in facts.items()):
+        parts: list[object] = [*facts.keys(), *facts.values()]
+        if not all(isinstance(part, str) for part in parts):
             raise ValueError("namespace facts must be strings")
         pairs = tuple(sorted(facts.items()))
         canonical = json.dumps(

@@ -13,7 +13,6 @@ import errno
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from types import TracebackType
 
 from sqlalchemy import Connection
 
-from kvvault import layout
+from kvvault import inventory, layout
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import TenantRow
@@ -120,9 +119,9 @@ class Vault:
         self._closed = False
         self._pid = os.getpid()
         with ExitStack() as undo:
-            self._directory = SegmentDir(layout.segments_path(path))
+            self._directory = SegmentDir(layout.segments_path(path), repair=not read_only)
             undo.callback(self._directory.close)
-            self._fence = Fence(layout.locks_path(path))
+            self._fence = Fence(layout.locks_path(path), repair=not read_only)
             undo.callback(self._fence.close)
             if not read_only and options.direct is not False:
                 self._directory.probe_direct()
@@ -209,7 +208,7 @@ class Vault:
             VaultLockedError.
         """
         path = Path(path)
-        descriptor = layout.read_descriptor(path)
+        descriptor = layout.read_descriptor(path, read_only=read_only)
         chosen = descriptor.provider if provider is None else provider
         keeper = open_provider(chosen) if isinstance(chosen, str) else chosen
         return cls._start(path, descriptor, keeper, options, clock, read_only=read_only)
@@ -479,53 +478,11 @@ class Vault:
 
     def tenants(self) -> list[TenantFacts]:
         """Every tenant, oldest first; names only where their keys can be had."""
-        rows = self._catalog.read(operations.list_tenants)
-        usage: dict[bytes, list[SegmentFacts]] = {}
-        for facts in self.segments():
-            if facts.state.live and facts.tenant_id is not None:
-                usage.setdefault(facts.tenant_id, []).append(facts)
-        result = []
-        for row in rows:
-            try:
-                name: str | None = self._ring.name(row)
-            except KvvaultError:
-                name = None
-            mine = usage.get(row.tenant_id, [])
-            result.append(
-                TenantFacts(
-                    row.tenant_id,
-                    name,
-                    row.created_at,
-                    len(mine),
-                    sum(facts.blocks for facts in mine),
-                    sum(facts.data_bytes for facts in mine),
-                )
-            )
-        return result
+        return inventory.tenants(self._catalog, self._ring)
 
     def stats(self) -> VaultStats:
         """Counters of this process and totals of the vault."""
-        live = [facts for facts in self.segments() if facts.state.live]
-        count = self._counters
-        return VaultStats(
-            segments=len(live),
-            blocks=sum(facts.blocks for facts in live),
-            data_bytes=sum(facts.data_bytes for facts in live),
-            tenants=len(self._catalog.read(operations.list_tenants)),
-            namespaces=len(self._catalog.read(operations.list_namespaces)),
-            index_bytes=self._view.index_bytes,
-            hits=count["hit"],
-            misses=count["miss"],
-            tampered=count["tampered"],
-            key_unavailable=count["key_unavailable"],
-            lost=count["lost"],
-            io_failed=count["io_failed"],
-            abandoned=count["abandoned"],
-            stored_blocks=count["stored_blocks"],
-            stored_bytes=count["stored_bytes"],
-            present_blocks=count["present_blocks"],
-            refused_blocks=count["refused_blocks"],
-        )
+        return inventory.stats(self._catalog, self._counters, self._view.index_bytes)
 
     def counters(self) -> dict[str, int]:
         """This process's counters alone: memory only, may be read on any thread."""
@@ -537,31 +494,7 @@ class Vault:
         Raises:
             StorageError, CatalogError: the catalog cannot be read.
         """
-        checker = self._checker()
-        rows = [row for row in self._catalog.read(operations.list_segments) if row.facts.state.live]
-        total = sum(row.facts.data_bytes for row in rows)
-        found: Counter[Outcome] = Counter()
-        damaged: list[bytes] = []
-        done = 0
-        for row in rows:
-            bad = False
-            for outcome in checker.check(row):
-                found[outcome] += 1
-                bad |= outcome is not Outcome.HIT
-                done += row.facts.block_bytes
-                if progress is not None:
-                    progress(done, total)
-            if bad:
-                damaged.append(row.facts.segment_id)
-        return VerifyReport(
-            segments=len(rows),
-            blocks=sum(found.values()),
-            data_bytes=total,
-            tampered=found[Outcome.TAMPERED],
-            lost=found[Outcome.MISS],
-            unreadable=found[Outcome.KEY_UNAVAILABLE] + found[Outcome.IO_FAILED],
-            damaged_segments=tuple(damaged),
-        )
+        return self._checker().check_all(progress)
 
     def provider_info(self) -> ProviderInfo:
         """Where the root keys are and what destroying one is worth."""

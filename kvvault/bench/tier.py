@@ -146,7 +146,7 @@ def _summary(size: int, op: Op, ours: list[_Run], theirs: list[_Run]) -> TierRes
 def _round(name: str, directory: Path, memory: memoryview, size: int) -> tuple[_Run, _Run]:
     """One tier, once: store everything, wipe the memory, load everything."""
     count = ROUND_BYTES // size
-    view = memoryview(np.frombuffer(memory[: count * size], np.int8).reshape(count, size))
+    view = memory[: count * size].cast("b", (count, size))
     tier = _make(name, directory, view)
     try:
         keys = [OffloadKey(os.urandom(32) + bytes(4)) for _ in range(count)]

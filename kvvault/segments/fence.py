@@ -40,8 +40,8 @@ class Fence:
     to the process), taken from a pool so that the usual entry costs three system calls.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._dir = open_private_dir(directory)
+    def __init__(self, directory: Path, *, repair: bool = True) -> None:
+        self._dir = open_private_dir(directory, repair=repair)
         self._pool: list[tuple[int, int]] = []
         self._lock = threading.Lock()
 

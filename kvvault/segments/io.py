@@ -169,15 +169,15 @@ def _too_short() -> ShortReadError:
 class SegmentDir:
     """The directory of segment files. Thread-safe: it holds nothing but a directory descriptor."""
 
-    def __init__(self, path: Path) -> None:
-        """Open an existing directory.
+    def __init__(self, path: Path, *, repair: bool = True) -> None:
+        """Open an existing directory; `repair` as for `open_private_dir`.
 
         Raises:
             UnsafeFileError: it is a link, belongs to somebody else or others may enter it.
             StorageError: it cannot be opened.
         """
         self._path = path
-        self._fd = open_private_dir(path)
+        self._fd = open_private_dir(path, repair=repair)
         self._direct = False
 
     def close(self) -> None:
@@ -314,11 +314,12 @@ class SegmentDir:
             raise storage_error(exc, "sync the segment directory") from exc
 
 
-def open_private_dir(path: Path) -> int:
-    """A descriptor of a directory that is ours alone; group and other bits are taken away.
+def open_private_dir(path: Path, *, repair: bool = True) -> int:
+    """A descriptor of a directory that is ours alone. Group and other bits are taken away, or,
+    without `repair`, refused.
 
     Raises:
-        UnsafeFileError: a link, or somebody else's.
+        UnsafeFileError: a link, somebody else's, or open to others.
         StorageError: it cannot be opened.
     """
     try:
@@ -339,11 +340,13 @@ def open_private_dir(path: Path) -> int:
         )
     if stat.S_IMODE(info.st_mode) & 0o077:
         try:
+            if not repair:
+                raise PermissionError(errno.EPERM, "opened for reading only")
             os.fchmod(fd, 0o700)
         except OSError as exc:
             os.close(fd)
             raise UnsafeFileError(
-                f"{path} is open to other accounts and its mode cannot be changed",
+                f"{path} is open to other accounts and its mode is not changed",
                 hint=f"chmod 700 {path}",
             ) from exc
     return fd

@@ -218,7 +218,7 @@ class FileProvider(KeyProvider):
         except FileNotFoundError:
             raise WrongKeyError(
                 f"the key file {self._path} is missing",
-                hint="Name the file with --provider file:PATH, mount it, or restore it; "
+                hint="Name the file with --key-provider file:PATH, mount it, or restore it; "
                 "without it the vault cannot be opened.",
             ) from None
         except PermissionError:
