@@ -124,18 +124,18 @@ class Fence:
             ClosedError: after `close`.
         """
         with self._pair() as (gate, fence):
-            if os.pread(gate, 1, 0) == _SHUT:
+            if _is_shut(gate):
                 self._queue_up(gate)
-            fcntl.flock(fence, fcntl.LOCK_SH)
+            _flock(fence, fcntl.LOCK_SH)
             try:
                 yield
             finally:
                 fcntl.flock(fence, fcntl.LOCK_UN)
 
     def _queue_up(self, gate: int) -> None:
-        fcntl.flock(gate, fcntl.LOCK_SH)
+        _flock(gate, fcntl.LOCK_SH)
         try:
-            if os.pread(gate, 1, 0) == _SHUT:  # whoever wrote it is gone, or its lock would be here
+            if _is_shut(gate):  # whoever wrote it is gone, or its lock would be here
                 self._mark(gate, _OPEN)
         finally:
             fcntl.flock(gate, fcntl.LOCK_UN)
@@ -182,10 +182,31 @@ class Fence:
             os.close(fd)
 
 
+def _is_shut(gate: int) -> bool:
+    try:
+        return os.pread(gate, 1, 0) == _SHUT
+    except OSError:
+        return False  # then an eraser waits longer, nothing else
+
+
+def _flock(fd: int, operation: int) -> None:
+    """
+    Raises:
+        BlockingIOError: somebody else has it, and `operation` does not wait.
+        StorageError: the file system has no locks to give.
+    """
+    try:
+        fcntl.flock(fd, operation)
+    except BlockingIOError:
+        raise
+    except OSError as exc:
+        raise storage_error(exc, "lock the vault") from exc
+
+
 def _lock_until(fd: int, until: float) -> None:
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() >= until:
