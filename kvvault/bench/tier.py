@@ -200,7 +200,7 @@ def _drive(
 
 def _make(name: str, directory: Path, view: memoryview) -> SecondaryTierManager:
     directory.mkdir()
-    spec = _spec()
+    spec = bench_spec()
     if name == "fs":
         return FileSystemTierManager(spec, view, "fs", root_dir=str(directory / "fs"))
     path = directory / "vault"
@@ -208,7 +208,7 @@ def _make(name: str, directory: Path, view: memoryview) -> SecondaryTierManager:
     return _BenchTier(spec, view, "kvvault", vault=path, store_queue_mib=ROUND_BYTES >> 20)
 
 
-def _spec() -> OffloadingSpec:
+def bench_spec() -> OffloadingSpec:
     """What the tiers read of an offloading spec, for one full-attention group."""
     config = OffloadingConfig(
         groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("0",), group_id=0),),
