@@ -49,7 +49,7 @@ class Scheduler:
         return np.frombuffer(self.memory, np.uint8).reshape(ROWS, ROW)
 
     def request(self, name: str, params: object = None) -> ReqContext:
-        context = ReqContext(req_id=name, kv_transfer_params=params)  # type: ignore[arg-type]
+        context = ReqContext(req_id=name, kv_transfer_params=params)
         self.tier.on_new_request(context)
         return context
 
