@@ -30,7 +30,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvvault.errors import ClosedError, ConfigError, KvvaultError
 from kvvault.model import Clock, Guard, Namespace, Outcome, SystemClock
@@ -48,6 +48,14 @@ enough that the first blocks of a prompt are ready while the last are still read
 
 _POLL_S = 0.05
 """How often somebody who waits looks for passed time limits; what ends by itself wakes it."""
+
+
+class _Moved(NamedTuple):
+    """What became of the blocks of one transfer."""
+
+    there: list[bool]
+    """One per block: in DRAM now, or findable in the vault."""
+    failed: int
 
 
 class TieredCache:
@@ -92,7 +100,7 @@ class TieredCache:
         self._moving: dict[int, list[Entry]] = {}  # under way between DRAM and vault, by transfer
         self._ids = itertools.count()
         self._closed = False
-        self._pool: TransferPool[list[bool]] = TransferPool(
+        self._pool: TransferPool[_Moved] = TransferPool(
             options, clock, on_end=self._collect, name="kvvault-tier"
         )
 
@@ -163,18 +171,18 @@ class TieredCache:
             for entry, _ in fresh:
                 self._table.publish(entry)
             self._counts["offloaded"] += len(fresh)
-            missing: list[Entry] = []
+            missing: dict[Entry, None] = {}
             for entry, there in zip(held, in_vault, strict=True):
-                entry.stored = entry.stored or there
+                entry.stored = there  # one that was deleted there is, from now on, a new block
                 if not there and not entry.storing and entry.residence is Residence.RESIDENT:
-                    missing.append(entry)
-            self._cascade(missing)
+                    missing[entry] = None
+            self._cascade(list(missing))
             self._let_go(held)
         return len(held)
 
     def _cascade(self, entries: Sequence[Entry]) -> None:
         """Queue blocks for the vault. Caller holds the lock."""
-        for group in self._groups(list(dict.fromkeys(entries))):
+        for group in self._groups(entries):
             for entry in group:
                 self._table.hold(entry)
                 entry.storing = True
@@ -183,9 +191,10 @@ class TieredCache:
 
             def store(
                 guard: Guard, keys: list[bytes] = keys, views: list[memoryview] = views
-            ) -> list[bool]:
-                self._vault.put(self._scope, keys, views, guard=guard)
-                return self._vault.contains(self._scope, keys)
+            ) -> _Moved:
+                report = self._vault.put(self._scope, keys, views, guard=guard)
+                # Neither refused nor findable: another thread is storing the same block.
+                return _Moved(self._vault.contains(self._scope, keys), report.refused)
 
             number = next(self._ids)
             self._moving[number] = group
@@ -319,9 +328,10 @@ class TieredCache:
 
             def fetch(
                 guard: Guard, keys: list[bytes] = keys_of, views: list[memoryview] = views
-            ) -> list[bool]:
+            ) -> _Moved:
                 outcomes = self._vault.get(self._scope, keys, views, guard=guard)
-                return [outcome is Outcome.HIT for outcome in outcomes]
+                hits = [outcome is Outcome.HIT for outcome in outcomes]
+                return _Moved(hits, hits.count(False))
 
             number = next(self._ids)
             self._moving[number] = group
@@ -371,20 +381,20 @@ class TieredCache:
                     self._settle(transfer)
                 self._changed.notify_all()
 
-    def _settle(self, transfer: Finished[list[bool]]) -> None:
+    def _settle(self, transfer: Finished[_Moved]) -> None:
         """Caller holds the lock."""
         group = self._moving.pop(transfer.transfer_id)
-        results = transfer.results[0] or [False] * len(group)
-        good = sum(results)
+        count = len(group)
+        moved = transfer.results[0] or _Moved([False] * count, count)
         if transfer.is_load:
-            self._counts["promoted"] += good
-            self._fill(group, results)
+            self._counts["promoted"] += count - moved.failed
+            self._fill(group, moved.there)
             return
-        self._counts["stored"] += good
-        self._counts["failed_stores"] += len(group) - good
-        for entry, kept in zip(group, results, strict=True):
+        self._counts["stored"] += count - moved.failed
+        self._counts["failed_stores"] += moved.failed
+        for entry, there in zip(group, moved.there, strict=True):
             entry.storing = False
-            entry.stored = entry.stored or kept
+            entry.stored = entry.stored or there
         self._let_go(group)
 
     def _fill(self, group: Sequence[Entry], good: Sequence[bool]) -> None:
@@ -411,12 +421,10 @@ class TieredCache:
     # -- the rest ---------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget every block in DRAM. The vault keeps its own; stores that are queued go on."""
+        """Forget every block in DRAM that is not in use at the moment; the vault keeps its own."""
         with self._changed:
             self._check_open()
-            for entry in self._table:
-                self._table.discard(entry)
-            self._changed.notify_all()
+            self._table.drop_idle()
 
     def flush(self) -> None:
         """Wait until every block offloaded so far is in the vault, or was refused, or its time
@@ -464,9 +472,8 @@ class TieredCache:
         self.flush()
         self._pool.close()
         self._collect()
-        with self._changed:
-            for entry in self._table:
-                self._table.discard(entry)
+        with self._lock:
+            self._table.drop_idle()
         self._memory.close()
 
     def __enter__(self) -> TieredCache:

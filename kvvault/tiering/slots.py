@@ -15,7 +15,6 @@ evicted.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -59,10 +58,6 @@ class SlotTable:
         """Blocks that can be found, filling ones included."""
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Entry]:
-        """A copy: entries may be discarded on the way."""
-        return iter(list(self._entries.values()))
-
     @property
     def in_use(self) -> int:
         """Slots that cannot be evicted at the moment."""
@@ -102,6 +97,11 @@ class SlotTable:
         self._idle.pop(entry.key, None)
         if not entry.refs:
             self._free.append(entry.slot)
+
+    def drop_idle(self) -> None:
+        """Discard whatever nobody refers to."""
+        for entry in list(self._idle.values()):
+            self.discard(entry)
 
     def hold(self, entry: Entry) -> None:
         """Keep an entry that is not gone from being evicted; counts as use."""

@@ -197,8 +197,8 @@ def test_prefetch_brings_blocks_to_dram(vault: Vault) -> None:
         cache.offload(names, tensors(names))
     with cache_on(vault) as cache:
         assert check_load(cache, names, timeout_s=0.0) == 0  # DRAM has none; this begins to bring
-        cache.clear()
         cache.flush()
+        cache.clear()
         assert cache.stats().dram_blocks == 0
         assert cache.prefetch(names) == 6
         cache.flush()
@@ -461,6 +461,22 @@ def test_a_load_gives_up_at_its_own_time_limit(vault: Vault) -> None:
             assert cache.stats().in_use_blocks == 4
         cache.flush()  # what was on the way still arrives
         assert check_load(cache, names, timeout_s=0.0) == 4
+
+
+def test_clear_spares_what_is_in_use(vault: Vault) -> None:
+    names = keys(4)
+    with cache_on(vault) as cache:
+        cache.offload(names[:2], tensors(names[:2]))
+        cache.flush()
+        with gated(pytest.MonkeyPatch(), vault, "put"):
+            cache.offload(names[2:], tensors(names[2:]))
+            cache.clear()
+            assert cache.stats().dram_blocks == 2
+        cache.flush()
+        cache.clear()
+        assert cache.stats().dram_blocks == 0
+        assert check_load(cache, names) == 4  # the vault has all of them
+        assert cache.stats().stored == 4
 
 
 # -- who may have what ----------------------------------------------------------------------------
