@@ -125,12 +125,15 @@ def remove_catalog(catalog: Path) -> None:
         catalog.with_name(catalog.name + suffix).unlink(missing_ok=True)
 
 
-def keys_vanished(provider: KeyProvider, epoch: str) -> bool:
-    """Whether the keys of `epoch` were in the memory of a process that is gone. Only a provider
-    that keeps nothing anywhere can say so; with any other, a missing key is a wrong configuration.
+def keys_vanished(descriptor: Descriptor, provider: KeyProvider, epoch: str) -> bool:
+    """Whether the keys of `epoch` were in the memory of a process that is gone. Only a vault made
+    with a provider that keeps nothing anywhere can say so; with any other, also when that provider
+    is named by mistake, a missing key is a wrong configuration, and nothing is destroyed for it.
     """
-    info = provider.describe()
-    return info.uri.startswith("ephemeral:") and epoch not in provider.epochs()
+    kept_nowhere = all(
+        uri.startswith("ephemeral:") for uri in (descriptor.provider, provider.describe().uri)
+    )
+    return kept_nowhere and epoch not in provider.epochs()
 
 
 def boot_id() -> str:

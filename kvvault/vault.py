@@ -260,7 +260,7 @@ class Vault:
                 wrapped = catalog.read(lambda c: operations.get_meta(c, "lookup_key"))
                 if epoch is not None and wrapped is not None:
                     name = epoch.decode("ascii", "replace")  # of a damaged one, no key opens
-                    if not layout.keys_vanished(self._provider, name):
+                    if not layout.keys_vanished(descriptor, self._provider, name):
                         return catalog, KeyRing.open(
                             self._provider, self._vault_id, name, wrapped, self._clock
                         )

@@ -14,7 +14,7 @@ import pytest
 
 from kvvault import layout
 from kvvault.crypto.providers import EphemeralProvider, FileProvider
-from kvvault.errors import KeyUnavailableError, StorageError
+from kvvault.errors import KeyUnavailableError, StorageError, WrongKeyError
 from kvvault.model import Outcome, RecoveryReport, SegmentState
 from kvvault.testing import FaultyProvider
 from kvvault.vault import Vault
@@ -391,6 +391,16 @@ class TestLosses:
         with pytest.raises(Exception, match="nothing that can be read"):
             home.open(read_only=True)
         assert home.segment_files() == files
+
+    def test_the_wrong_kind_of_provider_destroys_nothing(self, home: Home, tmp_path: Path) -> None:
+        home.provider = FileProvider.create(tmp_path / "keys")
+        filled(home)
+        files, catalog = home.segment_files(), home.catalog.read_bytes()
+        for wrong in ("ephemeral:", EphemeralProvider()):
+            with pytest.raises(WrongKeyError):
+                Vault.open(home.path, provider=wrong)
+        assert (home.segment_files(), home.catalog.read_bytes()) == (files, catalog)
+        check(home, RecoveryReport(), keys(8), [])
 
     def test_a_missing_key_file_is_a_wrong_configuration_and_destroys_nothing(
         self, home: Home, tmp_path: Path
