@@ -127,7 +127,7 @@ class Rounds:
         self.expected.read(lines)
         self.seen["killed in close" if "closing" in lines else "killed in load"] += status != 0
         self.seen["acknowledged"] += sum(line[0] in "PDF" for line in lines)
-        child.log.unlink()
+        child.log.unlink(missing_ok=True)
 
     def _open_and_kill(self) -> None:
         begun = time.monotonic()
@@ -141,7 +141,7 @@ class Rounds:
         else:
             self.opening_s *= 1.1
             self.seen["killed in open"] += 1
-        child.log.unlink()
+        child.log.unlink(missing_ok=True)
 
     def _check(self) -> None:
         with Vault.open(self.path, options=OPTIONS) as vault:
