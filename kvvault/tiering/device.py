@@ -11,20 +11,32 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from kvvault.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 
 class HostMemory:
     """`count` slots of `block_bytes` bytes in one private, page-aligned mapping.
 
-    The mapping is anonymous, so its plaintext is in no file, and excluded from core dumps; that of
-    a whole cache is taken and given back at once, so the budget is neither exceeded nor fragmented.
-    Where CUDA is there, it is registered with the driver (pinned), in place: torch's own pinned
-    allocator would round the size up to a power of two.
+    The mapping is anonymous, so its plaintext is in no file, and excluded from core dumps. As one
+    piece it is neither exceeded nor fragmented; pages cost nothing before their first use. Where
+    CUDA is there, it is registered with the driver (pinned, hence all there at once), in place:
+    torch's own pinned allocator would round the size up to a power of two.
     """
 
     def __init__(self, count: int, block_bytes: int) -> None:
-        self._map = mmap.mmap(-1, count * block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        """
+        Raises:
+            ConfigError: the system does not give that much memory.
+        """
+        size = count * block_bytes
+        try:
+            self._map = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as exc:
+            raise ConfigError(
+                f"{size} bytes of memory cannot be had", hint="lower dram_bytes"
+            ) from exc
         for advice in ("MADV_DONTDUMP", "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError, AttributeError):
                 self._map.madvise(getattr(mmap, advice))
@@ -87,12 +99,11 @@ def copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     # Inference mode: caches made by inference code may be changed in no other.
     with torch.inference_mode():
         for target, source in pairs:
-            involved = {t.device for t in (target, source) if t.device.type != "cpu"}
-            if involved:
-                devices |= involved
-                target.copy_(source, non_blocking=True)
-            else:
+            if target.is_cpu and source.is_cpu:
                 np.copyto(target.numpy(), source.numpy())
+            else:
+                target.copy_(source, non_blocking=True)
+                devices |= {t.device for t in (target, source) if not t.is_cpu}
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
 

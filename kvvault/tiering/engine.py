@@ -117,7 +117,7 @@ class TieredCache:
     ) -> TieredCache:
         """A cache on an open vault. It finds what earlier ones left there.
 
-        `dram_bytes` is taken at once, in whole blocks, and pinned where CUDA is there. `options`
+        `dram_bytes` is reserved at once, in whole blocks, and pinned where CUDA is there. `options`
         are those of the threads that move blocks to and from the vault.
 
         Raises:
@@ -138,8 +138,8 @@ class TieredCache:
         """Keep blocks: copy them to DRAM, queue them for the vault. Returns how many are in DRAM.
 
         Takes as long as the copy; the tensors may be changed afterwards. The others are dropped and
-        counted, because every slot was in use: by stores that wait for the disk, above all. What is
-        there already is not copied again, nor stored again if the vault has it.
+        counted: every slot was in use, by stores that wait for the disk above all. What is there
+        already is not copied again, nor stored again if the vault has it.
         """
         blocks = self._blocks(keys, tensors)
         self._collect()
@@ -219,11 +219,11 @@ class TieredCache:
             known = [None if entry is None else entry.stored for entry in entries]
         stalled = self._pool.stalled
         for i, (key, stored) in enumerate(zip(keys, known, strict=True)):
-            if stored is not False:
-                reachable = stored is not None or not stalled
-                if not reachable or not self._vault.contains(self._scope, (key,))[0]:
-                    return i
-            elif not self._tenant_lives():
+            if stored is False:  # in DRAM alone
+                there = self._tenant_lives()
+            else:
+                there = self._vault.contains(self._scope, (key,))[0] and (stored or not stalled)
+            if not there:
                 return i
         return len(keys)
 
@@ -252,8 +252,8 @@ class TieredCache:
         were loaded; the call ends at the first block that cannot be had, or not within `timeout_s`
         (then what is on the way still comes to DRAM).
 
-        The tensors of all other blocks are untouched, except that those whose block was deleted
-        from the vault while they were being loaded are zeroed. A deletion that has returned
+        The tensors of all other blocks are untouched, or zeroed where DRAM had a block but the
+        vault has it no longer, or its catalog cannot be read. A deletion that has returned
         (`Vault.delete_segments`, `Vault.forget`, in any process) is honoured by every load that
         begins afterwards, also for blocks that DRAM still held.
 
@@ -291,14 +291,15 @@ class TieredCache:
             self._collect()
             with self._changed:
                 self._check_open()
+                if window and window[0].residence is Residence.GONE:
+                    return []
                 more, full = self._acquire(keys[done + len(window) :])
                 window.extend(more)
                 ready = list(
                     itertools.takewhile(lambda e: e.residence is Residence.RESIDENT, window)
                 )
-                gone = window[0].residence is Residence.GONE if window else not full
                 left = limit - self._clock.monotonic()
-                if ready or gone or left <= 0:
+                if ready or left <= 0 or not (window or full):
                     return ready
                 self._changed.wait(min(left, _POLL_S))
 
@@ -311,8 +312,7 @@ class TieredCache:
         for key in keys:
             entry = self._table.find(key)
             if entry is None:
-                # A keyed hash and a dictionary: about 5 us under the lock, for a block that takes a
-                # read from disk.
+                # About 5 us under the lock, for a block that takes a read from disk.
                 if self._pool.stalled or not self._vault.contains(self._scope, (key,))[0]:
                     break
                 entry = self._table.reserve(key)

@@ -253,6 +253,12 @@ def test_a_budget_without_room_is_refused(vault: Vault) -> None:
         TieredCache.open(vault, "alice", namespace(), dram_bytes=BLOCK - 1)
 
 
+def test_a_budget_that_the_machine_does_not_have_is_refused(vault: Vault) -> None:
+    for much in (1 << 60, 1 << 70):
+        with pytest.raises(ConfigError, match="memory"):
+            TieredCache.open(vault, "alice", namespace(1 << 20), dram_bytes=much)
+
+
 def test_blocks_are_dropped_and_counted_while_stores_pin_every_slot(vault: Vault) -> None:
     names = keys(6)
     with cache_on(vault, slots=4) as cache:
