@@ -69,7 +69,6 @@ class _Table:
         mask = np.uint64(self.mask)
         position = low & mask
         pending = np.arange(len(low))
-        used = 0
         while len(pending):
             place = position[pending]
             free = self.at[place] == 0
@@ -80,7 +79,6 @@ class _Table:
             winners, taken = claimants[won], spots[won]
             self.low[taken] = low[winners]
             self.high[taken] = high[winners]
-            used += len(np.unique(taken))
             same = (self.low[place] == low[pending]) & (self.high[place] == high[pending])
             # Whoever meets its own id has been placed, or repeats an id: the larger location (the
             # newer segment) stays.
@@ -88,7 +86,7 @@ class _Table:
             np.maximum.at(self.at, place[same], at[repeats])
             pending = pending[~same]
             position[pending] = (position[pending] + np.uint64(1)) & mask
-        return used
+        return int(np.count_nonzero(self.at))
 
 
 class SegmentIndex:

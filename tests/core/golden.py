@@ -132,6 +132,10 @@ class Golden:
         return sorted({b.extent for b in self.blocks if b.segment == segment})
 
 
+class TakenError(Exception):
+    """What a mutation would change, an earlier one of the round has taken away."""
+
+
 class Damaged:
     """A working copy. Mutations take segments from `pool`, so that those of one round rarely meet;
     when the pool is empty, they take any."""
@@ -223,6 +227,8 @@ class Damaged:
         """Change one block's part of a concatenated field of its extent."""
         size = FIELDS[name]
         whole = self.get_column("extents", name, "extent_no", block.extent)
+        if not isinstance(whole, bytes):
+            raise TakenError
         first = block.slot - next(
             e["first_slot"] for e in self.golden.rows.extents if e["extent_no"] == block.extent
         )

@@ -18,7 +18,16 @@ from kvvault.errors import KvvaultError, UsageError
 from kvvault.model import Outcome
 from kvvault.segments.format import MAX_BLOCK_BYTES, MAX_SLOTS
 from kvvault.vault import Scope, Vault
-from tests.core.golden import CONTROL, MODELS, TENANTS, Block, Damaged, Row, Rows
+from tests.core.golden import (
+    CONTROL,
+    MODELS,
+    TENANTS,
+    Block,
+    Damaged,
+    Row,
+    Rows,
+    TakenError,
+)
 from tests.core.mutations import TENANT_COLUMNS, Kind
 from tests.core.support import (
     BLOCK,
@@ -213,8 +222,8 @@ def play(
         for kind in mutations:
             try:
                 kind(damaged)
-            except (FileNotFoundError, sqlite.Error):
-                continue  # what it would change, another one has taken away
+            except (TakenError, FileNotFoundError, sqlite.Error):
+                continue
             tally.mutations += 1
             tally.by_kind[getattr(kind, "__name__", "flip")] += 1
         damaged.close_sql()

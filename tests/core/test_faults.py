@@ -53,14 +53,14 @@ WATCHED: dict[str, tuple[Any, str]] = {
 """The calls through which the vault touches files (SQLite's own go elsewhere, see below)."""
 
 ERRORS = {
-    "open": (errno.EMFILE, errno.ENOSPC, errno.EACCES),
+    "open": (errno.EMFILE,),
     "pwrite": (errno.ENOSPC, errno.EIO),
     "preadv": (errno.EIO,),
     "fdatasync": (errno.EIO,),
     "fsync": (errno.EIO,),
     "ftruncate": (errno.EIO,),
     "fchmod": (errno.EPERM,),
-    "unlink": (errno.EACCES, errno.EIO),
+    "unlink": (errno.EACCES,),
     "scandir": (errno.EMFILE,),
     "flock": (errno.ENOLCK,),
 }
@@ -247,7 +247,7 @@ def test_each_call_fails_in_turn(prepared: Home, name: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["pwrite", "preadv", "open", "unlink", "fdatasync", "flock"])
 def test_from_each_call_on_everything_fails(prepared: Home, name: str) -> None:
-    assert every(prepared, name, 1, forever=True) > 0
+    assert every(prepared, name, 4, forever=True) > 0
 
 
 @pytest.mark.parametrize("name", ["pwrite", "preadv"])
