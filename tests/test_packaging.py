@@ -79,7 +79,8 @@ def test_torch_and_vllm_are_extras(members: zipfile.ZipFile) -> None:
 def test_the_source_archive_can_be_built_from(tmp_path: Path) -> None:
     with tarfile.open(_build("sdist", tmp_path)) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
-    assert {"pyproject.toml", "LICENSE", "README.md", "policies/README.md"} <= names
+    wanted = {"pyproject.toml", "LICENSE", "README.md", "policies/README.md", "Makefile", ".ci/run"}
+    assert wanted | {"requirements/constraints.txt", "examples/prefix_cache.py"} <= names
     assert any(name.startswith("migrations/versions/") for name in names)
     assert not [name for name in names if name.startswith((".venv", "requirements/.", ".git/"))]
 

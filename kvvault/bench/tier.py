@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
 from kvvault.errors import KvvaultError
-from kvvault.integrations.vllm.tier import KvvaultTier
+from kvvault.integrations.vllm.tier import KvvaultTier, TierSettings
 from kvvault.model import Namespace
 from kvvault.segments.io import AlignedBuffer
 from kvvault.vault import Vault
@@ -76,7 +76,7 @@ class _Run:
 class _BenchTier(KvvaultTier):
     """The tier as it is, in a namespace of its own, since there is no model."""
 
-    def _namespace(self, spec: OffloadingSpec) -> Namespace:
+    def _namespace(self, spec: OffloadingSpec, settings: TierSettings) -> Namespace:
         return Namespace.of(self._row_bytes, {"engine": "bench"})
 
 

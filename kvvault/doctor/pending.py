@@ -59,9 +59,9 @@ def pending_repair(
 ) -> PendingRepair:
     """Compare files and rows, changing nothing. Engines may be working in the vault meanwhile.
 
-    The files are listed before the rows are read: a row is committed before its file is made, so a
-    listed file without a row has no owner. What looks incomplete is looked at a second time,
-    because a deletion may have passed in between.
+    The files are listed before the rows are read, and a writer locks a new file before it has a
+    row, so a listed file with neither a row nor a lock has no owner. What looks incomplete is
+    looked at a second time, because a deletion may have passed in between.
 
     :param list_segments: reads every row of the catalog (`Vault.segments`); called twice at most.
     :param now: seconds since the epoch.
@@ -73,7 +73,11 @@ def pending_repair(
     rows = list_segments()
     # A revoked row whose file is gone already only lacks its tombstone, which is no repair.
     kept = {segment_name(row.segment_id) for row in rows if _has_file(row.state)}
-    unknown = {name: size for name, size in files.items() if name not in kept}
+    unknown = {
+        name: size
+        for name, size in files.items()
+        if name not in kept and not _has_writer(directory, name)
+    }
     doubtful = [row for row in rows if _doubtful(row, files, now)]
     if doubtful:
         again = {row.segment_id: row for row in list_segments()}
@@ -88,7 +92,7 @@ def pending_repair(
             revoked += 1
         elif size is None or size < row.data_bytes:
             missing += 1
-        elif not _has_writer(directory, row):
+        elif not _has_writer(directory, segment_name(row.segment_id)):
             abandoned += row.state is SegmentState.OPEN
             excess += size - row.data_bytes
     return PendingRepair(abandoned, len(unknown), sum(unknown.values()), missing, excess, revoked)
@@ -125,12 +129,12 @@ def _files(directory: Path) -> dict[str, int]:
     return found
 
 
-def _has_writer(directory: Path, row: SegmentFacts) -> bool:
+def _has_writer(directory: Path, name: str) -> bool:
     """Whether a live process holds the writer's lock of a segment. Asked with a shared lock for a
     few microseconds; should a recovery ask at that very moment, it leaves the segment for the next
     one."""
     try:
-        fd = os.open(directory / segment_name(row.segment_id), _OPEN)
+        fd = os.open(directory / name, _OPEN)
     except OSError:
         return False
     try:

@@ -31,7 +31,7 @@ ROWS = 64
 class Tier(KvvaultTier):
     """The tier in a namespace of its own, since there is no model here."""
 
-    def _namespace(self, spec: object) -> Namespace:
+    def _namespace(self, spec: object, settings: object) -> Namespace:
         return Namespace.of(self._row_bytes, {"engine": "test"})
 
 

@@ -7,10 +7,9 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Final, Protocol, cast
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand
@@ -153,22 +152,6 @@ def serve(
 # -- demo ----------------------------------------------------------------------------------------
 
 
-class _Story(Protocol):
-    """``kvvault.demo.story.run``."""
-
-    def __call__(
-        self, *, model_dir: Path | None, keep: bool, say: Callable[[str], None]
-    ) -> Mapping[str, object]:
-        """Run the demo.
-
-        :param model_dir: a model to use; None makes a small one with random weights.
-        :param keep: leave vault, keys and logs where they are, and say where.
-        :param say: takes the story, line by line, as it happens.
-        :returns: the JSON document; its ``ok`` says whether everything came out as promised.
-        """
-        ...
-
-
 def demo(
     run: Run,
     model_dir: Annotated[
@@ -184,9 +167,10 @@ def demo(
     Takes some minutes and needs vLLM, but no GPU and no download.
     """
     _require_vllm()
-    story = cast(_Story, importlib.import_module("kvvault.demo.story").run)
+    from kvvault.demo import story
+
     say = run.output.note if run.output.json else run.output.lines
-    document = story(model_dir=model_dir, keep=keep, say=say)
+    document = story.run(model_dir=model_dir, keep=keep, say=say)
     if run.output.json:
         run.output.document(document)
     return 0 if document.get("ok") is True else 1

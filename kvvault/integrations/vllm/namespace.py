@@ -87,7 +87,8 @@ def build_namespace(
     offload: OffloadingConfig,
     engine: EngineConfig,
     row_bytes: int,
-    policy: NamespacePolicy | None = None,
+    *,
+    immutable_lora: bool = False,
 ) -> Namespace:
     """Name what the KV bytes of this engine depend on.
 
@@ -98,14 +99,14 @@ def build_namespace(
         offload: `OffloadingSpec.config`.
         engine: from `shims.current_vllm_config`.
         row_bytes: bytes of one row of the primary tier.
-        policy: the operator's decisions; digests are remembered in the user's cache directory
-            unless it says otherwise.
+        immutable_lora: see `NamespacePolicy`.
+
+    Digests of weight files are remembered in the user's cache directory.
 
     Raises:
         NamespaceError: a fact is unknown, or something is configured that no namespace can cover.
     """
-    if policy is None:
-        policy = NamespacePolicy(digest_cache=user_cache_path("kvvault") / "weights.json")
+    policy = NamespacePolicy(immutable_lora, user_cache_path("kvvault") / "weights.json")
     return namespace_of(shims.engine_facts(offload, engine, row_bytes), policy)
 
 

@@ -75,6 +75,9 @@ class TierSettings(BaseModel):
     """Stores waiting or under way; they pin CPU-tier memory. Beyond that stores are dropped."""
     load_timeout_s: float = Field(default=10.0, gt=0)
     store_timeout_s: float = Field(default=30.0, gt=0)
+    immutable_lora: bool = False
+    """The operator's word that a LoRA adapter never changes under a name once used. Without it an
+    engine with LoRA is refused: vLLM's block hashes know an adapter by its name only."""
     enable_kv_events: bool = False
     """Emit an event for stored blocks, if vLLM's KV events are enabled. Those publish token ids."""
     locality: Locality | None = None
@@ -132,7 +135,7 @@ class KvvaultTier(SecondaryTierManager):
         self.locality = settings.locality
         self._rows = primary_kv_view.cast("B")
         self._row_bytes = self._block_size_bytes
-        namespace = self._namespace(offloading_spec)
+        namespace = self._namespace(offloading_spec, settings)
         self._block_bytes = namespace.block_bytes
         self._vault = Vault.open(settings.vault, provider=settings.key_provider)
         try:
@@ -170,10 +173,15 @@ class KvvaultTier(SecondaryTierManager):
             "on" if self._vault.direct_io else "off",
         )
 
-    def _namespace(self, spec: OffloadingSpec) -> Namespace:
+    def _namespace(self, spec: OffloadingSpec, settings: TierSettings) -> Namespace:
         """What must agree for these KV bytes to be valid. A benchmark, which has no model, supplies
         one of its own."""
-        return build_namespace(spec.config, shims.current_vllm_config(), self._row_bytes)
+        return build_namespace(
+            spec.config,
+            shims.current_vllm_config(),
+            self._row_bytes,
+            immutable_lora=settings.immutable_lora,
+        )
 
     # -- requests ---------------------------------------------------------------------------------
 
