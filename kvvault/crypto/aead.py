@@ -97,9 +97,9 @@ WRAPPED_KEY_BYTES: Final = NONCE_BYTES + KEY_BYTES + TAG_BYTES
 """60 bytes: nonce || encrypted key || tag. No other length parses."""
 
 MAX_SEALS_PER_KEY: Final = 1 << 20
-"""Blocks that one segment key may encrypt: as many as a segment can have slots. With random 96-bit nonces
-SP 800-38D (8.3) allows 2^32 per key for a collision chance of 2^-32; at 2^20 the chance of a
-repeated nonce is below 2^-56."""
+"""Blocks that one segment key may encrypt: as many as a segment can have slots. With random 96-bit
+nonces SP 800-38D (8.3) allows 2^32 per key for a collision chance of 2^-32; at 2^20 the chance of
+a repeated nonce is below 2^-56."""
 
 TEXT_PAD_BYTES: Final = 32
 """Encrypted texts are padded to a multiple of this, so that the length does not tell the name."""
