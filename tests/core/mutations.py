@@ -219,6 +219,44 @@ def swap_whole_records(damaged: Damaged) -> None:
 
 
 @row_kind
+def move_two_blocks_wholly(damaged: Damaged) -> None:
+    # Ciphertext, id, nonce and tag all agree, in the other's slot: only the slot is wrong.
+    segment = damaged.take()
+    one, two = damaged.rng.sample([b for b in damaged.golden.blocks if b.segment == segment], 2)
+    for name in FIELDS:
+        a, b = damaged.field(one, name), damaged.field(two, name)
+        damaged.change_field(one, name, partial(replace, b))
+        damaged.change_field(two, name, partial(replace, a))
+    data = damaged.golden.files[segment]
+    with damaged.path(segment).open("r+b") as file:
+        for to, source in ((one.slot, two.slot), (two.slot, one.slot)):
+            file.seek(to * BLOCK)
+            file.write(data[source * BLOCK : (source + 1) * BLOCK])
+
+
+@row_kind
+def move_two_segments_wholly(damaged: Damaged) -> None:
+    # File, key, commitment and extents of one tenant and model, under the other's id.
+    one = damaged.take()
+    kin = [
+        segment
+        for segment, row in damaged.golden.rows.segments.items()
+        if segment != one
+        and all(row[c] == damaged.golden.rows.segments[one][c] for c in ("tenant_id", "namespace"))
+    ]
+    if not kin:
+        return
+    two = damaged.rng.choice(kin)
+    damaged.pool = [segment for segment in damaged.pool if segment != two]
+    exchange(damaged, one, two)
+    for column in ("wrapped_secret", "commitment"):
+        damaged.swap_columns("segments", column, "segment_id", one, two)
+    for to, source in ((two, one), (one, two)):
+        for extent in damaged.golden.extents_of(source):
+            damaged.set_column("extents", "segment_id", to, "extent_no", extent)
+
+
+@row_kind
 def claim_another_blocks_id(damaged: Damaged) -> None:
     one, two = damaged.take_block(), damaged.take_block()
     damaged.change_field(one, "block_ids", partial(replace, two.block_id))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvvault.errors import (
     ClosedError,
     StorageError,
     UsageError,
+    VaultLockedError,
     VaultNotFoundError,
 )
 from kvvault.model import Outcome, PutReport, SegmentState
@@ -24,6 +26,7 @@ from tests.core.support import (
     assert_hits,
     assert_missing,
     content,
+    flip,
     get,
     key,
     keys,
@@ -154,6 +157,84 @@ class TestDeletion:
         ((outcomes, found),) = results
         assert set(outcomes) == {Outcome.MISS}
         assert found == [ZERO] * 4
+
+    def test_promise_5_deleting_waits_for_who_is_publishing(
+        self, vault: Vault, scope: Scope
+    ) -> None:
+        put(vault, scope, keys(4))
+        inside, go_on = threading.Event(), threading.Event()
+
+        class Slow:
+            def enter(self) -> bool:
+                inside.set()
+                assert go_on.wait(60)
+                return True
+
+            def leave(self) -> None:
+                return None
+
+        results: list[tuple[list[Outcome], list[bytes]]] = []
+        loader = threading.Thread(target=lambda: results.append(get(vault, scope, keys(2), Slow())))
+        loader.start()
+        assert inside.wait(60)
+        doomed = [s.segment_id for s in vault.segments()]
+        eraser = threading.Thread(target=vault.delete_segments, args=(doomed,))
+        eraser.start()
+        eraser.join(0.3)
+        assert eraser.is_alive()  # the load may still hand over what it looked up before
+        assert vault.contains(scope, keys(4)) == [False] * 4
+        go_on.set()
+        eraser.join(60)
+        loader.join(60)
+        assert not eraser.is_alive()
+        # It came too late in any case: the keys went with the segment.
+        assert results == [([Outcome.MISS] * 2, [ZERO] * 2)]
+        assert_missing(vault, scope, keys(4))
+
+    def test_a_reader_that_does_not_leave_is_an_error_and_the_blocks_are_gone(
+        self, home: Home
+    ) -> None:
+        home.options = dataclasses.replace(SMALL, lock_timeout_s=0.2)
+        with home.create() as vault:
+            scope = vault.scope("alice", namespace())
+            put(vault, scope, keys(2))
+            with vault._fence.shared(), pytest.raises(VaultLockedError):
+                vault.delete_segments([s.segment_id for s in vault.segments()])
+            assert_missing(vault, scope, keys(2))
+        with home.open() as vault:
+            assert vault.recovery.finished_deletions == 1
+            assert home.segment_files() == []
+
+
+class TestDamage:
+    """Briefly; the rest is in `test_mutations`."""
+
+    def test_what_failed_is_not_asked_for_again(self, vault: Vault, scope: Scope) -> None:
+        put(vault, scope, keys(4))
+        (path,) = (vault.path / "segments").iterdir()
+        path.write_bytes(flip(path.read_bytes(), 8 * BLOCK + 3))
+        found, _ = get(vault, scope, keys(4))
+        assert sorted(found) == ["hit", "hit", "hit", "tampered"]
+        bad = keys(4)[found.index(Outcome.TAMPERED)]
+        assert vault.contains(scope, [bad]) == [False]
+        assert_missing(vault, scope, [bad])
+        assert vault.stats().tampered == 1
+        # The engine computes it again; then it is stored and served again.
+        assert put(vault, scope, keys(4)) == PutReport(stored=1, present=3)
+        assert_hits(vault, scope, keys(4))
+        assert vault.verify().tampered == 1
+
+    def test_what_is_missing_is_not_asked_for_again(self, vault: Vault, scope: Scope) -> None:
+        put(vault, scope, keys(8))
+        one, two = sorted((vault.path / "segments").iterdir())
+        one.unlink()
+        os.truncate(two, 3 * BLOCK)
+        outcomes, _ = get(vault, scope, keys(8))
+        assert outcomes.count(Outcome.HIT) == 3
+        assert vault.stats().lost == 5
+        assert vault.contains(scope, keys(8)) == [o is Outcome.HIT for o in outcomes]
+        assert put(vault, scope, keys(8)) == PutReport(stored=5, present=3)
+        assert_hits(vault, scope, keys(8))
 
 
 class TestSeveralHandles:
