@@ -548,16 +548,17 @@ def without_descriptors(log: Log, *, vault: str) -> None:
     log("fed")
 
 
-def fork_and_wait(log: Log, *, vault: str) -> None:
+def fork_and_wait(log: Log, *, vault: str, fork: bool = True) -> None:
     """Store, leave a segment open, fork a child that does nothing, wait to be killed."""
     opened = Vault.open(vault, options=OPTIONS)
     scope = opened.scope("alpha", NAMESPACES[0])
     assert put(opened, scope, "alpha", range(5)) == 5
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(int(PATIENCE_S))
-        while True:
-            time.sleep(1)
-    log("child", pid)
+    log("stored")
+    if fork:
+        pid = os.fork()
+        if pid:
+            log("child", pid)
+        else:
+            signal.alarm(int(PATIENCE_S))
     while True:
         time.sleep(1)

@@ -9,9 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, select
+from sqlalchemy import ColumnElement, Connection, select
 
-from kvvault.catalog import schema
+from kvvault.catalog import operations, schema
+from kvvault.segments.io import SegmentFile
 from kvvault.vault import Vault
 from tests.crash.blocks import (
     NAMESPACES,
@@ -214,3 +215,55 @@ def test_a_read_transaction_sees_one_state(path: Path) -> None:
 
         assert vault._catalog.read(between) == (0, 0)
         assert vault._catalog.read(lambda c: len(c.execute(select(schema.segments)).all())) == 1
+
+
+def test_a_row_committed_while_recovery_looks_is_seen(
+    nursery: Nursery, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are listed, then rows. A writer that commits in between and dies leaves a file that
+    looks like nobody's, with blocks that it had acknowledged."""
+    child = nursery.start("fork_and_wait", path.parent, vault=str(path), fork=False)
+    child.wait_for("stored")
+    child.kill()
+    real = operations.list_segments
+    calls = 0
+
+    def too_early(
+        connection: Connection, where: ColumnElement[bool] | None = None
+    ) -> list[operations.SegmentRow]:
+        nonlocal calls
+        calls += 1
+        return [] if calls == 1 else real(connection, where)
+
+    monkeypatch.setattr(operations, "list_segments", too_early)
+    with Vault.open(path, options=OPTIONS) as vault:
+        assert vault.recovery.destroyed_files == 0
+        assert vault.recovery.sealed_segments > 0
+        check_at_rest(vault, Ledger())
+        assert check_blocks(vault, range(8))["alpha", 0] == set(range(5))
+
+
+def test_a_file_taken_before_it_was_locked_is_replaced(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the making of a file and its lock lies a moment in which it looks like nobody's."""
+    real = SegmentFile.try_lock
+    taken: list[str] = []
+
+    def try_lock(file: SegmentFile) -> bool:
+        if not taken and file.size == 0:
+            taken.append(file.name)
+            with Vault.open(path, options=OPTIONS) as other:
+                assert other.recovery.destroyed_files == 1
+        return real(file)
+
+    with Vault.open(path, options=OPTIONS) as vault:
+        scope = vault.scope("alpha", NAMESPACES[0])
+        monkeypatch.setattr(SegmentFile, "try_lock", try_lock)
+        assert put(vault, scope, "alpha", range(3)) == 3
+        assert taken
+        assert not (path / "segments" / taken[0]).exists()
+    with Vault.open(path, options=OPTIONS) as vault:
+        assert vault.recovery.clean
+        check_at_rest(vault, Ledger())
+        assert check_blocks(vault, range(8))["alpha", 0] == set(range(3))
