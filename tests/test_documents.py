@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -198,3 +199,30 @@ def test_examples_of_configuration_are_json() -> None:
     assert examples
     for example in examples:
         assert json.loads(example)
+
+
+# ---------------------------------------------------------------------------- architecture
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_the_layers_are_those_that_are_checked() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    checked = [
+        {module for module in re.split(r" *: *", layer) if not module.startswith("(")}
+        for layer in layers
+    ]
+    (block,) = re.findall(r"^```\n(.*?)^```", ARCHITECTURE, flags=re.MULTILINE | re.DOTALL)
+    # Modules stand before the first gap, what they do after it.
+    described = [set(re.split(r" {2,}", line)[0].split()) for line in block.splitlines()]
+    assert described == [layer for layer in checked if layer]
+
+
+def test_every_thread_is_listed() -> None:
+    source = "".join(
+        path.read_text(encoding="utf-8") for path in CODE if path.is_relative_to(ROOT / "kvvault")
+    )
+    names = set(re.findall(r'name(?:_prefix)?(?:: str)? ?= ?"(kvvault-[a-z-]+)"', source))
+    listed = set(re.findall(r"^\| `(kvvault-[a-z-]+?)-?\*?` \|", ARCHITECTURE, flags=re.MULTILINE))
+    assert names == listed
