@@ -1,7 +1,8 @@
 """What this process knows of the vault: live segments, where each block is, keys to read them.
 
 There is one way in: rows that were committed, by this process or another, come through `refresh`.
-So a block is findable exactly when it is durable, whoever wrote it.
+So a block is findable exactly when it is committed, whoever wrote it. (Committed outlives any
+process; a power failure may take the newest blocks, see `kvvault.sealing`.)
 
 Locks: `find` takes none (scheduler thread). `refresh` and everything that changes the view hold
 `_lock`. Ciphers and files are made on first use, by whoever needs them, under the segment's own

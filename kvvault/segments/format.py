@@ -4,7 +4,8 @@ A vault is one directory, mode 0700::
 
     VAULT               descriptor, JSON: format version, vault id, key provider URI. No secret.
     catalog.sqlite3     the catalog (and SQLite's -wal, -shm or -journal beside it)
-    locks/              empty files whose flocks order processes (see `kvvault.segments.fence`)
+    locks/              files whose flocks order processes (see `kvvault.segments.fence`); no data
+                        but one byte in the gate that asks readers to queue up
     segments/           one file per segment, mode 0600, nothing else
 
 Segment file

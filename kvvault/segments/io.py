@@ -1,4 +1,7 @@
-"""The one place that touches segment files: safe opens, aligned buffers, whole reads and writes.
+"""Reading and writing segment files: safe opens, aligned buffers, whole reads and writes.
+
+Nothing else in the core reads, writes, makes or removes a segment file. `kvvault.doctor` and
+`kvvault show` look at names, sizes and modes by themselves, doctor at the writers' locks, too.
 
 Opens are relative to a held directory descriptor and never follow links; what is opened must be a
 regular file of ours, with one name and mode 0600 (REQ-F1, REQ-F2). O_DIRECT is used where the file

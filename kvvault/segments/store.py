@@ -10,7 +10,8 @@ save a pass over the cache, but a read that hangs (a dead disk, a network mount)
 buffer until the kernel lets go, and the engine could never have it back (see
 `kvvault.model.Guard`).
 
-An `OpenSegment` is used by one thread at a time; `read_blocks` by any number.
+An `OpenSegment` is used by one thread at a time; `read_ciphertext` and `open_block` by any number,
+each with a `Staging` of its own.
 """
 
 from __future__ import annotations

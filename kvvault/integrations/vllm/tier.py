@@ -7,9 +7,10 @@ Configured as one of the ``secondary_tiers`` of ``kv_connector_extra_config``::
 (``{"type": "KvvaultTier", "module_path": "kvvault.integrations.vllm.tier", ...}`` where plugins are
 switched off). All settings: `TierSettings`.
 
-Every method runs on vLLM's scheduler thread. None blocks, none does I/O, none raises once the
-engine runs; what goes wrong is a miss or a dropped store, and a counter. Blocks move on the threads
-of a `TransferPool`. At start, on the contrary, everything that is wrong is an error: an engine that
+Every method runs on vLLM's scheduler thread. None raises once the engine runs, and none waits for
+disk, catalog or key provider, except `drain_jobs` and `shutdown`, from which vLLM expects it; what
+goes wrong is a miss or a dropped store, and a counter. Blocks move on the threads of a
+`TransferPool`. At start, on the contrary, everything that is wrong is an error: an engine that
 silently does not cache, or caches somewhere else, helps nobody.
 """
 
@@ -353,6 +354,7 @@ class KvvaultTier(SecondaryTierManager):
 
     @override
     def drain_jobs(self) -> None:
+        """Wait for every transfer under way, each at most its time limit."""
         self._pool.drain()
 
     @override
