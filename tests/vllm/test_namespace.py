@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvvault.errors import NamespaceError
+from kvvault.integrations.vllm.facts import EngineFacts, GroupFacts, ModelFacts
 from kvvault.integrations.vllm.namespace import (
     NamespacePolicy,
     block_bytes,
     canonical_block_bytes,
     namespace_of,
 )
-from kvvault.integrations.vllm.shims import EngineFacts, GroupFacts, ModelFacts
 from kvvault.model import Namespace
 
 FULL = GroupFacts(

@@ -28,12 +28,14 @@ from platformdirs import user_cache_path
 
 from kvvault.errors import NamespaceError
 from kvvault.integrations.vllm import shims
-from kvvault.integrations.vllm.shims import EngineConfig, EngineFacts, GroupFacts, ModelFacts
+from kvvault.integrations.vllm.facts import EngineFacts, GroupFacts, ModelFacts
 from kvvault.integrations.vllm.weights import DigestCache, weights_identity
 from kvvault.model import PAGE_BYTES, Namespace
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
+
+    from kvvault.integrations.vllm.shims import EngineConfig
 
 __all__ = [
     "NamespacePolicy",

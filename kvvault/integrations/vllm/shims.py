@@ -29,10 +29,12 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from kvvault.errors import ConfigError, NamespaceError
+from kvvault.integrations.vllm.facts import EngineFacts, GroupFacts, ModelFacts
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -42,12 +44,12 @@ if TYPE_CHECKING:
 __all__ = [
     "TESTED",
     "EngineConfig",
-    "EngineFacts",
-    "GroupFacts",
-    "ModelFacts",
     "check_version",
+    "created_by_worker",
     "current_vllm_config",
+    "disown_region",
     "engine_facts",
+    "region_path",
     "register_spec",
     "register_tier",
     "total_kv_heads",
@@ -114,6 +116,27 @@ def register_spec(name: str, module: str, class_name: str) -> None:
         OffloadingSpecFactory.register_spec(name, module, class_name)
 
 
+# -------------------------------------------------------------------- the shared host region
+
+
+def region_path(engine_id: str) -> Path:
+    """Where vLLM keeps the file behind the primary tier."""
+    return Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")  # noqa: S108  # vLLM's choice
+
+
+def disown_region(holder: object) -> None:
+    """Make a worker's region leave its file's name alone when it is released; somebody else takes
+    the name away. `holder` is a region, or a worker of vLLM's that owns one."""
+    region = getattr(holder, "_mmap_region", holder)
+    if getattr(region, "_creator", False):
+        setattr(region, "_creator", False)  # noqa: B010  # not in vLLM's public interface
+
+
+def created_by_worker(region: object) -> bool:
+    """Whether the scheduler's region joined a file that a worker had made."""
+    return getattr(region, "_creator", None) is False
+
+
 # ------------------------------------------------------------------ the engine's configuration
 
 
@@ -163,80 +186,6 @@ def total_kv_heads(config: EngineConfig) -> int:
 
 
 # ------------------------------------------------------------------------------- plain facts
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """One model (the served one, or a draft model) as its configuration describes it."""
-
-    location: str
-    """A local directory or a Hugging Face repository id."""
-    commit: str | None
-    """Commit that Hugging Face resolved the repository's revision to."""
-    weights_elsewhere: bool
-    """Weights come from another place than `location` (object storage)."""
-    load_format: str
-    settings: str
-    """Canonical JSON of everything in the model's configuration that changes what it computes."""
-    max_model_len: int
-    rope_types: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupFacts:
-    """One KV cache group that is offloaded."""
-
-    group_id: int
-    tokens_per_block: int
-    layers: tuple[str, ...]
-    kind: str
-    """Class of the group's KV cache spec."""
-    fields: tuple[tuple[str, str], ...]
-    """Fields of that spec, sorted by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What a namespace is made of, read off vLLM's configuration; no decisions in it."""
-
-    version: str
-    model: ModelFacts
-    draft: ModelFacts | None
-    speculative: str | None
-    """Speculative decoding method, or None."""
-    kv_dtype: str
-    """Effective dtype of the KV cache."""
-    cache_dtype: str
-    """As configured; may be "auto"."""
-    kv_layout: str | None
-    attention: str
-    """Attention backend (configured or automatic) and what an automatic choice depends on."""
-    device: str
-    groups: tuple[GroupFacts, ...]
-    tokens_per_hash: int
-    blocks_per_chunk: int
-    row_bytes: int
-    """Bytes of one row of the primary tier."""
-    worker_block_bytes: int
-    """KV bytes of one worker for one device block."""
-    total_kv_heads: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    prefill_context_parallel: int
-    decode_context_parallel: int
-    context_interleave: int
-    canonical_format: str | None
-    """Id of the canonical byte format if rows are in it."""
-    parallelism_agnostic: bool
-    """vLLM's own statement that the row's bytes do not depend on the parallelism."""
-    hash_algorithm: str
-    hash_seed: str
-    lora: bool
-    multimodal: str | None
-    """Canonical JSON of the multi-modal settings, or None."""
-    in_place_weight_updates: bool
-    options: tuple[tuple[str, str], ...]
-    """Remaining switches that change what is cached, sorted by name."""
 
 
 def engine_facts(offload: OffloadingConfig, config: EngineConfig, row_bytes: int) -> EngineFacts:

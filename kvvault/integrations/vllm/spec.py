@@ -2,7 +2,10 @@
 
 `TieringOffloadingSpec` refuses a CPU device at one point only, where it makes the worker. This spec
 makes a `HostOffloadingWorker` there; on every other platform vLLM makes its own. Everything else
-(sizes, primary tier, secondary tiers, metrics) is vLLM's.
+(sizes, primary tier, secondary tiers, metrics) is vLLM's, but for one thing: the primary tier's
+file in /dev/shm, which holds KV in plaintext, loses its name as soon as every process has it
+mapped. Then the kernel gives the memory back when the last of them ends, however it ends, and a
+killed engine leaves nothing behind (vLLM's CPU-only spec does so; its multi-tier spec does not).
 
 Use it by name, which the plugin registers, or by module path::
 
@@ -17,6 +20,7 @@ Use it by name, which the plugin registers, or by module path::
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -30,7 +34,7 @@ from kvvault.integrations.vllm.namespace import canonical_block_bytes
 from kvvault.integrations.vllm.worker import HostOffloadingWorker, canonical_page_sizes
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
+    from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 __all__ = ["KvvaultOffloadingSpec"]
@@ -59,6 +63,24 @@ class KvvaultOffloadingSpec(TieringOffloadingSpec):
         self._host_worker: HostOffloadingWorker | None = None
 
     @override
+    def get_manager(self) -> OffloadingManager:
+        """Also takes the name of the host region away: the engine makes its scheduler, which asks
+        for the manager, when all workers have registered their KV caches and so opened the region.
+        Workers do not take it away themselves; no KV is in the file before this."""
+        if self._manager is not None:
+            return self._manager
+        failed = True
+        try:
+            manager = super().get_manager()
+            failed = False
+            return manager
+        finally:
+            # A region that no worker had made before would be joined by name later: keep it then.
+            if failed or shims.created_by_worker(self._scheduler_mmap):
+                with contextlib.suppress(FileNotFoundError):
+                    shims.region_path(self._engine_id).unlink()
+
+    @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """
         Raises:
@@ -69,7 +91,9 @@ class KvvaultOffloadingSpec(TieringOffloadingSpec):
             self._validate_canonical_refs(kv_caches)
             self._check_canonical_area(kv_caches)
         if not current_platform.is_cpu():
-            return super().get_worker(kv_caches)
+            worker = super().get_worker(kv_caches)
+            shims.disown_region(worker)
+            return worker
         if self._host_worker is None:
             self._host_worker = self._create_host_worker(kv_caches)
         return self._host_worker
@@ -85,7 +109,7 @@ class KvvaultOffloadingSpec(TieringOffloadingSpec):
             cpu_page_size=self.cpu_page_size_per_worker,
         )
         try:
-            return HostOffloadingWorker(
+            worker = HostOffloadingWorker(
                 kv_caches,
                 self.blocks_per_chunk,
                 region,
@@ -95,6 +119,8 @@ class KvvaultOffloadingSpec(TieringOffloadingSpec):
         except BaseException:
             region.cleanup()
             raise
+        shims.disown_region(region)
+        return worker
 
     def _check_canonical_area(self, kv_caches: CanonicalKVCaches) -> None:
         """A tier persists `canonical_block_bytes` of each row, computed in the scheduler process
