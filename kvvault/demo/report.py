@@ -215,6 +215,7 @@ class Report:
             "block_bytes": self.block_bytes,
             "bytes_on_disk": self.bytes_on_disk,
             "plaintext_hits": search.hits,
+            "windows_total": search.windows_total,
             "windows_searched": search.windows_searched,
             "windows_constant": search.windows_constant,
             "searches": [asdict(report) for report in search.reports],

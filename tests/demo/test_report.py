@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -122,3 +124,11 @@ def test_other_words_are_no_identical_answer() -> None:
 
 def test_a_kept_promise_is_told_as_such() -> None:
     assert any("every promise was kept" in line for line in GOOD.summary())
+
+
+def test_every_figure_is_documented() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "demo.md").read_text(encoding="utf-8")
+    # Who made it, of what, and for whom explain themselves.
+    plain = {"kvvault_version", "vllm_version", "model", "tenants"}
+    named = set(re.findall(r"`(\w+)`", manual))
+    assert GOOD.document().keys() - plain <= named
