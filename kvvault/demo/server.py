@@ -121,6 +121,18 @@ class Server:
             time.sleep(_POLL_S)
         return time.monotonic() - started
 
+    def _find_region(self) -> Path:
+        """The region's file, which has lost its name by now, where a process of the server still
+        holds it open."""
+        named = {str(self._region), f"{self._region} (deleted)"}
+        for process in _members(self._process.pid):
+            with contextlib.suppress(OSError):
+                for descriptor in Path("/proc", process, "fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        if os.readlink(descriptor) in named:
+                            return descriptor
+        return self._region
+
     def last_lines(self) -> list[str]:
         """The end of its log."""
         with open(self._log, encoding="utf-8", errors="replace") as lines:
@@ -134,7 +146,7 @@ class Server:
             KvvaultError: the engine has no such region.
         """
         try:
-            with open(self._region, "rb") as file:
+            with open(self._find_region(), "rb") as file:
                 region = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise KvvaultError(
@@ -176,7 +188,7 @@ class Server:
 
     def _wait_gone(self, limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
-        while self._process.poll() is None or _group_lives(self._process.pid):
+        while self._process.poll() is None or _members(self._process.pid):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
@@ -195,14 +207,15 @@ class Server:
         self.stop(_STOP_S if kind is None else _HURRIED_STOP_S)
 
 
-def _group_lives(group: int) -> bool:
-    """Whether a process group has members. Zombies do not count: in a container without an init
-    process nobody collects orphans."""
+def _members(group: int) -> list[str]:
+    """The processes of a group, zombies left out: in a container without an init process nobody
+    collects orphans."""
+    members = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
                 # pid (name) state parent group ...; the name may hold anything.
                 fields = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()
                 if int(fields[2]) == group and fields[0] not in (b"Z", b"X"):
-                    return True
-    return False
+                    members.append(entry)
+    return members
