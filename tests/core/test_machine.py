@@ -211,5 +211,5 @@ TestVault = VaultMachine.TestCase
 @pytest.mark.timeout(900)
 def test_for_longer() -> None:
     run_state_machine_as_test(
-        VaultMachine, settings=settings(max_examples=60, stateful_step_count=50, deadline=None)
+        VaultMachine, settings=settings(max_examples=25, stateful_step_count=50, deadline=None)
     )

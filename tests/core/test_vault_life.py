@@ -274,6 +274,26 @@ class TestSeveralHandles:
             assert two.contains(there, keys(5)) == [True] * 5
             assert_missing(two, there, keys(5))
             assert two.contains(there, keys(5)) == [False] * 5
+            assert two.stats().lost == 0  # it was deleted, not lost
+
+    def test_promise_5_also_while_the_file_is_still_there(
+        self, home: Home, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # The catalog decides, not whether the bytes can still be read.
+        slow = dataclasses.replace(SMALL, poll_interval_s=60.0)
+        with home.create() as one, home.open(options=slow) as two:
+            here, there = one.scope("alice", namespace()), two.scope("alice", namespace())
+            put(one, here, keys(4))
+            two.refresh()
+            assert_hits(two, there, keys(4))
+            with monkeypatch.context() as patch:
+                for name in ("unlink", "discard"):
+                    patch.setattr(f"kvvault.segments.io.SegmentDir.{name}", lambda *_: True)
+                one.delete_segments([s.segment_id for s in one.segments()])
+            assert [p.stat().st_size for p in home.segment_files()] == [4 * BLOCK]
+            assert_missing(two, there, keys(4))
+            stats = two.stats()
+            assert (stats.lost, stats.tampered, stats.misses) == (0, 0, 4)
 
     def test_forgotten_elsewhere(self, home: Home) -> None:
         with home.create() as one, home.open() as two:
