@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,8 +116,9 @@ def namespace(model: TinyModel) -> Namespace:
     )
 
 
-@torch.inference_mode()
-def answer(model: TinyModel, cache: TieredCache, prefix: list[int], question: list[int]) -> dict:
+def answer(
+    model: TinyModel, cache: TieredCache, prefix: list[int], question: list[int]
+) -> dict[str, Any]:
     """Greedy answer to a question about a prefix, computing no block that the cache has."""
     started = time.perf_counter()
     keys = block_keys(prefix)
@@ -144,7 +146,7 @@ def answer(model: TinyModel, cache: TieredCache, prefix: list[int], question: li
     }
 
 
-def process(directory: Path) -> dict:
+def process(directory: Path) -> dict[str, Any]:
     """What one process does: open the vault, answer, close."""
     torch.set_num_threads(1)  # so that the figures mean the same on a busy machine
     draw = torch.Generator().manual_seed(1)
@@ -155,13 +157,16 @@ def process(directory: Path) -> dict:
     # `provider` it goes to your data directory, and there are better places still.
     path, provider = directory / "vault", f"file:{directory.absolute() / 'root.key'}"
     opened = (Vault.open if path.exists() else Vault.create)(path, provider=provider)
-    with opened as vault, TieredCache.open(
-        vault, "alice", namespace(model), dram_bytes=2 * model.cache.nbytes
-    ) as cache:  # fmt: skip
+    budget = 2 * model.cache.nbytes
+    with (
+        opened as vault,
+        TieredCache.open(vault, "alice", namespace(model), dram_bytes=budget) as cache,
+        torch.inference_mode(),
+    ):
         return answer(model, cache, prefix, question)
 
 
-def both(directory: Path) -> dict:
+def both(directory: Path) -> dict[str, Any]:
     """Two processes: the first one computes, the second one finds what the first one left."""
     runs = [
         json.loads(
@@ -184,7 +189,7 @@ def both(directory: Path) -> dict:
     }
 
 
-def story(result: dict) -> str:
+def story(result: dict[str, Any]) -> str:
     first, second = result["first"], result["second"]
     return (
         f"first process:  {first['computed_blocks']} blocks of {BLOCK_TOKENS} tokens computed in "

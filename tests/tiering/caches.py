@@ -18,14 +18,10 @@ from tests.tiering.parts import PATIENCE_S
 DIRT = 0xA5
 
 
-def cache_on(vault: Vault, slots: int = 8, tenant: str = "alice", **options: float) -> TieredCache:
-    return TieredCache.open(
-        vault,
-        tenant,
-        namespace(),
-        dram_bytes=slots * BLOCK,
-        options=PoolOptions(**options),  # type: ignore[arg-type]
-    )
+def cache_on(
+    vault: Vault, slots: int = 8, tenant: str = "alice", options: PoolOptions | None = None
+) -> TieredCache:
+    return TieredCache.open(vault, tenant, namespace(), dram_bytes=slots * BLOCK, options=options)
 
 
 def tensor(key: bytes, owner: str = "alice") -> torch.Tensor:
@@ -43,7 +39,7 @@ def dirty(count: int) -> list[torch.Tensor]:
 
 
 def raw(block: torch.Tensor) -> bytes:
-    return block.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return bytes(block.reshape(-1).view(torch.uint8).numpy())
 
 
 def check_load(

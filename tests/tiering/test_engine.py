@@ -305,7 +305,7 @@ def test_a_slot_somebody_copies_from_is_not_evicted(
 def test_a_dropped_store_is_made_up_for_by_the_next_offload(vault: Vault) -> None:
     names = keys(3)
     scope = vault.scope("alice", namespace())
-    with cache_on(vault, store_queue_bytes=2 * BLOCK) as cache:
+    with cache_on(vault, options=PoolOptions(store_queue_bytes=2 * BLOCK)) as cache:
         with gated(pytest.MonkeyPatch(), vault, "put"):
             cache.offload(names[:2], tensors(names[:2]))
             assert cache.offload(names[2:], tensors(names[2:])) == 1

@@ -105,7 +105,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(owner=OWNER, names=MANY)
     def prefetch(self, owner: str, names: list[bytes]) -> None:
         cache = self.caches[owner]
-        assert cache.prefetch(names) <= cache.lookup(names)
+        hoped = cache.lookup(names)
+        assert cache.prefetch(names) <= hoped
 
     @rule(owner=OWNER)
     def clear(self, owner: str) -> None:

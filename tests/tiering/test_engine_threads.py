@@ -22,7 +22,7 @@ def test_everything_at_once(vault: Vault, deleting: bool) -> None:
     block that comes is right; at the end no slot is in use and everything that is in the vault can
     be had."""
     names = keys(30)
-    with cache_on(vault, slots=6, threads=4) as cache:
+    with cache_on(vault, slots=6) as cache:
         stop = threading.Event()
 
         def work(number: int) -> int:

@@ -16,9 +16,11 @@ def test_least_recently_used_goes_first() -> None:
     table = SlotTable(2)
     entries = {}
     for key in (b"a", b"b"):
-        entries[key] = table.reserve(key)
-        table.publish(entries[key])
-        table.release(entries[key])
+        entry = table.reserve(key)
+        assert entry is not None
+        table.publish(entry)
+        table.release(entry)
+        entries[key] = entry
     table.hold(entries[b"a"])  # use
     table.release(entries[b"a"])
     table.reserve(b"c")

@@ -127,7 +127,7 @@ def test_pending_until_told(make: Make) -> None:
 
 def test_on_end_is_called_after_the_result_is_there_and_may_use_the_pool(make: Make) -> None:
     got: list[Finished[object]] = []
-    pool = make(on_end=lambda: got.extend(pool.finished()))
+    pool: TransferPool[object] = make(on_end=lambda: got.extend(pool.finished()))
     pool.submit_load(1, [quick("a"), quick("b")], 1)
     eventually(lambda: len(got) == 1)
     assert got[0].results == ("a", "b")
