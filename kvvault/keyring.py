@@ -106,6 +106,11 @@ class KeyRing:
             except KeyUnavailableError:
                 self._not_before = self._clock.monotonic() + _RETRY_S
                 raise
+            except (ValueError, TypeError, RuntimeError, OSError):
+                # Not what the contract allows; its text might hold a key.
+                raise KeyUnavailableError(
+                    "the key provider failed in a way of its own", hint="check the key provider"
+                ) from None
             self._open[row.tenant_id] = opened
             return opened
 

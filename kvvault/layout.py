@@ -7,6 +7,7 @@ never was a vault.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -34,7 +35,7 @@ from kvvault.segments.format import (
     LOCKS_NAME,
     SEGMENTS_NAME,
 )
-from kvvault.segments.io import check_path, open_private_dir
+from kvvault.segments.io import check_private_file, open_private_dir
 
 __all__ = [
     "Descriptor",
@@ -44,6 +45,7 @@ __all__ = [
     "catalog_path",
     "default_provider_uri",
     "is_new",
+    "is_within",
     "keys_vanished",
     "locks_path",
     "new_vault_id",
@@ -58,6 +60,9 @@ __all__ = [
 
 _UNFINISHED = f".{DESCRIPTOR_NAME}.new"
 """The descriptor while it is being written."""
+
+_MAX_DESCRIPTOR_BYTES = 64 << 10
+"""Read at most; a descriptor has a few hundred bytes."""
 
 
 class _AnyDescriptor(BaseModel):
@@ -147,6 +152,11 @@ def boot_id() -> str:
 def same_file_system(a: Path, b: Path) -> bool:
     """Whether both paths (or the nearest parents that exist) are on one file system."""
     return _device(a) == _device(b)
+
+
+def is_within(path: Path, directory: Path) -> bool:
+    """Whether `path` leads into `directory`, links followed."""
+    return path.resolve().is_relative_to(directory.resolve())
 
 
 def _device(path: Path) -> int:
@@ -255,11 +265,19 @@ def read_descriptor(path: Path, *, read_only: bool = False) -> Descriptor:
     target = path / DESCRIPTOR_NAME
     os.close(open_private_dir(path, repair=not read_only))
     try:
-        check_path(target, "the vault's descriptor")
-        raw = target.read_bytes()
+        fd = os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            check_private_file(fd, "the vault's descriptor")
+            raw = os.read(fd, _MAX_DESCRIPTOR_BYTES)
+        finally:
+            os.close(fd)
     except FileNotFoundError:
         raise missing from None
     except OSError as exc:
+        if exc.errno == errno.ELOOP:
+            raise UnsafeFileError(
+                "the vault's descriptor is a symbolic link", hint="remove it"
+            ) from exc
         raise _refused(exc, path) from exc
     try:
         # The version first: a newer format may have fields that this one does not know.

@@ -22,7 +22,7 @@ from sqlalchemy import Connection
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import SegmentRow
-from kvvault.errors import UnsafeFileError
+from kvvault.errors import StorageError, UnsafeFileError
 from kvvault.model import RecoveryReport, SegmentState
 from kvvault.segments.format import parse_segment_name, segment_name
 from kvvault.segments.io import SegmentDir, SegmentFile
@@ -133,7 +133,11 @@ class Recovery:
         if segments:
             log.warning("destroying %d segment files that the catalog does not know", len(segments))
         for name in doomed:
-            self.directory.unlink(name)
+            try:
+                self.directory.unlink(name)
+            except StorageError as exc:
+                # A directory, say, under a segment's name: nobody's KV, and no reason to stay shut.
+                log.error("an entry of the segment directory stays: %s", exc)
         return replace(
             report,
             destroyed_files=report.destroyed_files + len(segments),

@@ -43,6 +43,7 @@ class Sealer:
         self._catalog = catalog
         self._directory = directory
         self._interval = options.sync_interval_s
+        self._limit = options.lock_timeout_s
         self._queue: queue.SimpleQueue[OpenSegment | None] = queue.SimpleQueue()
         self._unsynced: dict[bytes, SegmentFile] = {}
         self._unsealed: list[OpenSegment] = []
@@ -55,14 +56,25 @@ class Sealer:
         """Have a segment sealed that nobody writes to any more. Twice does no harm. After `close`
         it is only let go of."""
         segment.cipher.stop_sealing()
-        if not self._closed:
+        if self._closed:
+            return
+        if self._queue.qsize() < _MAX_UNSEALED:
             self._queue.put(segment)
+        else:
+            # Each keeps a descriptor. Let go of, the segment has no owner, stays readable, and is
+            # sealed when the vault is next opened.
+            log.warning("the disk is too slow to seal segments; one waits for the next opening")
 
     def close(self) -> None:
-        """Seal and sync everything, then stop. Idempotent."""
+        """Seal and sync everything, then stop; a disk that hangs is not waited for beyond
+        `VaultOptions.lock_timeout_s`. Idempotent."""
         self._closed = True
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(self._limit)
+        if self._thread.is_alive():
+            log.warning(
+                "the disk does not answer; what is not sealed yet is when it is next opened"
+            )
 
     def _run(self) -> None:
         next_sync = time.monotonic() + self._interval

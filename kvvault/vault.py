@@ -9,7 +9,6 @@ raise; they are for scheduler threads. Everything else may wait for disk, catalo
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -33,7 +32,9 @@ from kvvault.errors import (
     ClosedError,
     KvvaultError,
     StorageError,
+    UnsafeFileError,
     UsageError,
+    VaultLockedError,
     VaultNotFoundError,
 )
 from kvvault.keyring import KeyRing, another_tenants_row
@@ -65,6 +66,11 @@ from kvvault.writing import Writer
 log = logging.getLogger(__name__)
 
 _MAX_TENANT_NAME = 256
+
+_IN_USE = "in-use"
+"""Lock that every open vault holds, shared."""
+
+_MAX_TOMBSTONES = 10_000
 
 
 class Scope:
@@ -121,12 +127,21 @@ class Vault:
         with ExitStack() as undo:
             self._directory = SegmentDir(layout.segments_path(path), repair=not read_only)
             undo.callback(self._directory.close)
-            self._fence = Fence(layout.locks_path(path), repair=not read_only)
+            self._fence = Fence(
+                layout.locks_path(path),
+                repair=not read_only,
+                patience_s=options.lock_timeout_s,
+            )
             undo.callback(self._fence.close)
             if not read_only and options.direct is not False:
                 self._directory.probe_direct()
             with self._exclusively():
                 self._catalog, self._ring = self._open_catalog(descriptor)
+                if not read_only:
+                    self._prune_tombstones()
+                # Tells others that the catalog is in use: nobody may replace it or forget its dead.
+                in_use = self._fence.hold(_IN_USE)
+                undo.callback(os.close, in_use)
                 undo.callback(self._catalog.close)
                 undo.callback(self._ring.close)
                 self._view = View(self._vault_id, self._catalog, self._directory, self._ring)
@@ -151,6 +166,7 @@ class Vault:
             self._view.when_segment_dies(self._writer.segment_died)
             self._view.refresh()
             undo.pop_all()
+        self._in_use = in_use
         self._watcher = threading.Thread(target=self._watch, name="kvvault-watch", daemon=True)
         self._watcher.start()
 
@@ -211,6 +227,12 @@ class Vault:
         descriptor = layout.read_descriptor(path, read_only=read_only)
         chosen = descriptor.provider if provider is None else provider
         keeper = open_provider(chosen) if isinstance(chosen, str) else chosen
+        location = keeper.describe().location
+        if provider is None and location is not None and layout.is_within(location, path):
+            raise UnsafeFileError(
+                "the vault names a key file inside itself, which kvvault never does",
+                hint="somebody may have exchanged it: name the right one with --key-provider",
+            )
         return cls._start(path, descriptor, keeper, options, clock, read_only=read_only)
 
     @classmethod
@@ -280,7 +302,13 @@ class Vault:
         return self._start_empty(path)
 
     def _start_empty(self, path: Path) -> tuple[Catalog, KeyRing]:
-        layout.remove_catalog(path)
+        """
+        Raises:
+            VaultLockedError: another process has the vault open, with the catalog that was here. It
+                would go on serving what nobody could delete any more.
+        """
+        with self._fence.exclusive(_IN_USE, timeout=0.0):
+            layout.remove_catalog(path)
         ring, lookup = KeyRing.create(self._provider, self._vault_id, self._clock)
         catalog = Catalog.open(path, create=True)
 
@@ -295,6 +323,15 @@ class Vault:
             catalog.close()
             raise
         return catalog, ring
+
+    def _prune_tombstones(self) -> None:
+        try:
+            with self._fence.exclusive(_IN_USE, timeout=0.0):
+                self._catalog.write(
+                    lambda c: operations.prune_tombstones(c, keep=_MAX_TOMBSTONES), durable=False
+                )
+        except VaultLockedError:
+            pass  # somebody has the vault open; the next one to open it alone does it
 
     # -- blocks -----------------------------------------------------------------------------------
 
@@ -450,21 +487,39 @@ class Vault:
         try:
             count, ids = self._catalog.write(revoke)
         except StorageError as exc:
-            if exc.errno != errno.ENOSPC:
+            if exc.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             # A full disk must not keep what is to be erased: it makes the room to write it down.
             # If that fails again, the blocks are gone and the next to open the vault notes it.
-            for segment_id in doomed():
-                self._directory.discard(segment_name(segment_id))
+            self._discard(doomed())
             count, ids = self._catalog.write(revoke)
         if tenant_id is not None:  # only now: had the write failed, the tenant would live on
             self._ring.drop(tenant_id)
         self._view.refresh()
+        self._view.drop(ids)
         self._fence.drain(self.options.lock_timeout_s)
-        for segment_id in ids:
-            self._directory.discard(segment_name(segment_id))
-        self._catalog.write(lambda c: operations.finish_deletion(c, ids))
+        kept = self._discard(ids)
+        self._catalog.write(
+            lambda c: operations.finish_deletion(c, [i for i in ids if i not in kept])
+        )
+        self._catalog.empty_log()
+        if kept:
+            raise StorageError(
+                f"{len(kept)} files of deleted segments cannot be removed (they are unreadable)",
+                hint="look at the vault's segments directory; opening the vault tries again",
+            )
         return count
+
+    def _discard(self, segment_ids: Sequence[bytes]) -> set[bytes]:
+        """Remove the files of segments; returns those whose files are still there."""
+        kept = set()
+        for segment_id in segment_ids:
+            try:
+                self._directory.discard(segment_name(segment_id))
+            except StorageError as exc:
+                log.error("the file of a deleted segment stays: %s", exc)
+                kept.add(segment_id)
+        return kept
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -528,8 +583,9 @@ class Vault:
         while not self._stop.wait(self.options.poll_interval_s):
             try:
                 self._view.refresh()
-            except KvvaultError as exc:
-                log.debug("the catalog could not be read: %s", exc)
+                self._view.drop_forgotten_tenants()
+            except Exception as exc:  # noqa: BLE001 - a damaged row must not end this thread
+                log.debug("the catalog could not be read: %s", type(exc).__name__)
 
     def _checker(self) -> Checker:
         return Checker(
@@ -555,8 +611,9 @@ class Vault:
         if os.getpid() != self._pid:
             return
         self._stop.set()
-        self._watcher.join()
+        self._watcher.join(self.options.lock_timeout_s)
         with ExitStack() as last_first:  # everything is closed, whatever fails
+            last_first.callback(os.close, self._in_use)
             last_first.callback(self._directory.close)
             last_first.callback(self._fence.close)
             last_first.callback(self._catalog.close)

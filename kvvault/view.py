@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
@@ -34,7 +35,7 @@ _MAX_OPEN_FILES = 256
 class LiveSegment:
     """One readable segment."""
 
-    __slots__ = ("_cipher", "_lock", "_wrapped", "number", "place", "records")
+    __slots__ = ("_cipher", "_dead", "_lock", "_wrapped", "number", "place", "records")
 
     def __init__(self, number: int, place: Place, wrapped: WrappedSegment) -> None:
         self.number = number
@@ -42,6 +43,7 @@ class LiveSegment:
         self.records = Records()
         self._wrapped = wrapped
         self._cipher: SegmentCipher | None = None
+        self._dead = False
         self._lock = threading.Lock()
 
     def cipher(self, catalog: Catalog, ring: KeyRing) -> SegmentCipher:
@@ -51,26 +53,43 @@ class LiveSegment:
             KeyUnavailableError: the provider does not answer.
             WrongKeyError, KeyDestroyedError: it does not open: altered, or the tenant is gone.
         """
+        cipher = self._cipher
+        if cipher is not None:
+            return cipher
+        # No lock is held while the provider is asked: `close` is called under the view's lock.
+        opened = self._open(catalog, ring)
         with self._lock:
+            if self._dead:
+                opened.close()
+                raise _gone()
             if self._cipher is None:
-                tenant = ring.known(self.place.tenant_id)
-                if tenant is None:
-                    row = catalog.read(lambda c: operations.get_tenant(c, self.place.tenant_id))
-                    if row is None:
-                        raise KeyDestroyedError(
-                            "the tenant of a segment does not exist any more",
-                            hint="nothing to do: its blocks are gone",
-                        )
-                    tenant = ring.tenant(row)
-                self._cipher = keys.open_segment(
-                    tenant, self._wrapped, self.place.segment_id, self.place.namespace_digest
-                )
+                self._cipher = opened
             return self._cipher
 
+    def _open(self, catalog: Catalog, ring: KeyRing) -> SegmentCipher:
+        tenant = ring.known(self.place.tenant_id)
+        if tenant is None:
+            row = catalog.read(lambda c: operations.get_tenant(c, self.place.tenant_id))
+            if row is None:
+                raise _gone()
+            tenant = ring.tenant(row)
+        return keys.open_segment(
+            tenant, self._wrapped, self.place.segment_id, self.place.namespace_digest
+        )
+
     def close(self) -> None:
+        """Drop the key. Waits for nobody."""
         with self._lock:
+            self._dead = True
             if self._cipher is not None:
                 self._cipher.close()
+
+
+def _gone() -> KeyDestroyedError:
+    return KeyDestroyedError(
+        "a segment or its tenant does not exist any more",
+        hint="nothing to do: its blocks are gone",
+    )
 
 
 class View:
@@ -92,6 +111,7 @@ class View:
         self._files_lock = threading.Lock()
         self._on_death: Callable[[bytes], None] = lambda _segment_id: None
         self._closed = False
+        self._bereaved: set[bytes] = set()
 
     def when_segment_dies(self, callback: Callable[[bytes], None]) -> None:
         """Have `callback` called, under the view's lock, with each segment that ceases to live."""
@@ -141,6 +161,31 @@ class View:
         `verify` and recovery: what fails is counted, not silently deleted (REQ-F4)."""
         with self._lock:
             self._forget(segment)
+            self._on_death(segment.place.segment_id)
+
+    def drop(self, segment_ids: Sequence[bytes]) -> None:
+        """Forget segments that this process has just deleted, whatever the catalog says of them."""
+        with self._lock:
+            for segment_id in segment_ids:
+                known = self._by_id.get(segment_id)
+                if known is not None:
+                    self._forget(known)
+                    self._on_death(segment_id)
+
+    def drop_forgotten_tenants(self) -> None:
+        """Overwrite the keys of tenants that another process forgot. Reads the catalog when
+        segments have died since the last time.
+
+        Raises:
+            StorageError, CatalogError, VaultLockedError: it is done the next time.
+        """
+        with self._lock:
+            suspects = set(self._bereaved)
+        for tenant_id in suspects:
+            if self._catalog.read(partial(operations.get_tenant, tenant_id=tenant_id)) is None:
+                self._ring.drop(tenant_id)
+        with self._lock:
+            self._bereaved -= suspects
 
     @property
     def blocks(self) -> int:
@@ -199,6 +244,7 @@ class View:
         self._index.drop_segment(segment.number)
         self._by_number.pop(segment.number, None)
         self._by_id.pop(segment.place.segment_id, None)
+        self._bereaved.add(segment.place.tenant_id)
         with self._files_lock:
             self._files.pop(segment.number, None)
         segment.close()

@@ -6,6 +6,7 @@ Threads: `write`, `submit` and `read` from any thread (they may block: never a s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,7 +24,7 @@ from kvvault.catalog.database import (
     translated_errors,
 )
 from kvvault.catalog.writer import CommitQueue
-from kvvault.errors import ClosedError, KvvaultError, StorageError, UnsafeFileError
+from kvvault.errors import ClosedError, KvvaultError, StorageError
 from kvvault.segments.io import check_path
 
 log = logging.getLogger(__name__)
@@ -58,9 +59,8 @@ class Catalog:
             create_file(path)
         check_path(path, "the catalog")
         for suffix in ("-wal", "-shm", "-journal"):
-            side = path.with_name(path.name + suffix)
-            if side.is_symlink():
-                raise UnsafeFileError("a file of the catalog is a link", hint="remove it")
+            with contextlib.suppress(FileNotFoundError):
+                check_path(path.with_name(path.name + suffix), "a file of the catalog")
         if not read_only:
             engine = make_engine(path, write=True)
             migrate.upgrade(engine)
@@ -121,6 +121,21 @@ class Catalog:
                 hint="open the vault again",
             )
 
+    def empty_log(self) -> None:
+        """Have SQLite move its write-ahead log into the database and empty it, so that no copy of a
+        deleted row stays in it. A log that cannot be emptied now is emptied later, by the next to
+        try: at the latest when the vault is closed or opened."""
+        if self._write_engine is None:
+            return
+        try:
+            with (
+                translated_errors("empty the catalog's log"),
+                self._write_engine.connect() as connection,
+            ):
+                pragma(connection, "wal_checkpoint(TRUNCATE)")
+        except KvvaultError as exc:
+            log.warning("the catalog's log is not emptied yet: %s", exc)
+
     def close(self) -> None:
         """Commit what is queued, empty the WAL when nobody else uses it, close. Idempotent.
         A WAL that cannot be emptied (disk full) is complete and is used by the next to open."""
@@ -131,14 +146,7 @@ class Catalog:
             self._watch.close()
             self._watch = None
         if self._write_engine is not None:
-            try:
-                with (
-                    translated_errors("empty the catalog's log"),
-                    self._write_engine.connect() as connection,
-                ):
-                    pragma(connection, "wal_checkpoint(TRUNCATE)")
-            except KvvaultError as exc:
-                log.warning("the catalog's log stays until the vault is opened: %s", exc)
+            self.empty_log()
             self._write_engine.dispose()
             self._write_engine = None
         self._read_engine.dispose()

@@ -37,6 +37,13 @@ def revision(connection: Connection) -> str | None:
             "the catalog is not one of kvvault's",
             hint="check the path; kvvault does not touch databases of others",
         )
+    foreign = "SELECT count(*) FROM sqlite_master WHERE type IN ('trigger', 'view')"
+    if connection.execute(text(foreign)).scalar_one():
+        # A trigger could make a deletion do nothing and report success.
+        raise CatalogCorruptError(
+            "the catalog has triggers or views, which kvvault never makes",
+            hint="somebody else wrote to it; move catalog.sqlite3* away to start empty",
+        )
     row = connection.execute(text("SELECT version_num FROM alembic_version")).first()
     return None if row is None else str(row[0])
 

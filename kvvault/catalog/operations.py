@@ -445,7 +445,7 @@ def _extent(row: Row[tuple[object, ...]]) -> list[Extent]:
                 _blob(m["tags"]),
             )
         ]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return []
 
 
@@ -468,7 +468,7 @@ def _segment(row: Row[tuple[object, ...]]) -> SegmentRow:
             synced=bool(m["synced"]),
             change=int(m["change"]),
         )
-    except (TypeError, ValueError) as exc:
+    except (TypeError, ValueError, OverflowError) as exc:
         raise _corrupt("a segment") from exc
 
 
@@ -493,3 +493,12 @@ def _corrupt(what: str) -> CatalogCorruptError:
         f"{what} in the catalog cannot be what its row says",
         hint="move catalog.sqlite3* away; the vault then starts empty",
     )
+
+
+def prune_tombstones(connection: Connection, keep: int) -> None:
+    """Delete all but the `keep` newest rows of dead segments. Only while no other process has the
+    vault open: one that has would learn of their death from nothing else."""
+    s = t.segments.c
+    dead = s.state.in_((SegmentState.DESTROYED.value, SegmentState.LOST.value))
+    newest = select(s.change).where(dead).order_by(s.change.desc()).offset(keep).limit(1)
+    connection.execute(delete(t.segments).where(dead, s.change <= newest.scalar_subquery()))

@@ -31,6 +31,8 @@ from kvvault.errors import CatalogError, ClosedError, KvvaultError
 
 _T = TypeVar("_T")
 _MAX_GROUP = 256
+_CLOSE_S = 30.0
+"""A disk that hangs is not waited for longer."""
 
 
 class _Pending(Generic[_T]):
@@ -100,7 +102,7 @@ class CommitQueue:
             if not self._closed:
                 self._closed = True
                 self._queue.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         connection: Connection | None = None

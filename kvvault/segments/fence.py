@@ -29,6 +29,7 @@ from kvvault.errors import ClosedError, VaultLockedError
 from kvvault.segments.io import check_private_file, open_private_dir, storage_error
 
 _POLL_S = 0.001
+_QUEUE_S = 0.25
 _SHUT = b"1"
 _OPEN = b"0"
 
@@ -40,7 +41,9 @@ class Fence:
     to the process), taken from a pool so that the usual entry costs three system calls.
     """
 
-    def __init__(self, directory: Path, *, repair: bool = True) -> None:
+    def __init__(self, directory: Path, *, repair: bool = True, patience_s: float = 30.0) -> None:
+        """`patience_s`: how long a reader waits for an eraser that is stopped in the middle."""
+        self._patience_s = patience_s
         self._dir = open_private_dir(directory, repair=repair)
         self._pool: list[tuple[int, int]] = []
         self._lock = threading.Lock()
@@ -98,6 +101,11 @@ class Fence:
     def _pair(self) -> Iterator[tuple[int, int]]:
         with self._lock:
             pair = self._pool.pop() if self._pool else None
+        if pair is not None and not all(os.fstat(fd).st_nlink for fd in pair):
+            # Somebody removed the lock files: locks on these hold nobody back any more.
+            os.close(pair[0])
+            os.close(pair[1])
+            pair = None
         if pair is None:
             gate = self._open("gate")
             try:
@@ -120,20 +128,22 @@ class Fence:
         """Hold the fence as a reader. Waits only while an eraser is passing.
 
         Raises:
+            VaultLockedError: an eraser does not pass on (a stopped process).
             StorageError, UnsafeFileError: the lock files cannot be had: nothing may be published.
             ClosedError: after `close`.
         """
         with self._pair() as (gate, fence):
+            until = time.monotonic() + self._patience_s
             if _is_shut(gate):
-                self._queue_up(gate)
-            _flock(fence, fcntl.LOCK_SH)
+                self._queue_up(gate, until)
+            _lock_until(fence, until, fcntl.LOCK_SH)
             try:
                 yield
             finally:
                 fcntl.flock(fence, fcntl.LOCK_UN)
 
-    def _queue_up(self, gate: int) -> None:
-        _flock(gate, fcntl.LOCK_SH)
+    def _queue_up(self, gate: int, until: float) -> None:
+        _lock_until(gate, until, fcntl.LOCK_SH)
         try:
             if _is_shut(gate):  # whoever wrote it is gone, or its lock would be here
                 self._mark(gate, _OPEN)
@@ -161,6 +171,21 @@ class Fence:
             finally:
                 self._mark(gate, _OPEN)
                 fcntl.flock(gate, fcntl.LOCK_UN)
+
+    def hold(self, name: str) -> int:
+        """Take a shared lock of another name and keep it: closing the returned descriptor frees it.
+
+        Raises:
+            VaultLockedError: somebody holds it exclusively.
+            StorageError, UnsafeFileError: the lock file cannot be had.
+        """
+        fd = self._open(name)
+        try:
+            _lock_until(fd, time.monotonic() + _QUEUE_S, fcntl.LOCK_SH)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     @contextlib.contextmanager
     def exclusive(self, name: str, timeout: float) -> Iterator[None]:
@@ -203,10 +228,10 @@ def _flock(fd: int, operation: int) -> None:
         raise storage_error(exc, "lock the vault") from exc
 
 
-def _lock_until(fd: int, until: float) -> None:
+def _lock_until(fd: int, until: float, kind: int = fcntl.LOCK_EX) -> None:
     while True:
         try:
-            _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(fd, kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() >= until:

@@ -258,16 +258,23 @@ class SegmentDir:
         except FileNotFoundError:
             raise
         except OSError as exc:
-            if exc.errno == errno.ELOOP:
+            if not self._is_regular(name):
                 raise UnsafeFileError(
-                    "a segment file is a symbolic link",
-                    hint="remove it: kvvault never makes links",
+                    "a segment file is a link, a directory or a socket",
+                    hint="remove it: kvvault makes regular files only",
                 ) from exc
             raise storage_error(exc, "open a segment") from exc
         file = SegmentFile(fd, name)
         if not flags & os.O_CREAT:
             check_private_file(fd, "a segment file")
         return file
+
+    def _is_regular(self, name: str) -> bool:
+        try:
+            info = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except OSError:
+            return True  # nothing is known against it
+        return stat.S_ISREG(info.st_mode)
 
     def unlink(self, name: str) -> bool:
         """Remove a file; False when there was none.

@@ -223,6 +223,7 @@ def _model(prefix: str, model: ModelFacts, cache: DigestCache) -> dict[str, str]
     return {
         prefix: path.name if path.is_dir() else model.location,
         f"{prefix}.weights": weights_identity(model.location, model.commit, cache),
+        f"{prefix}.load_format": model.load_format.lower(),
         f"{prefix}.settings": _digest(model.settings),
         f"{prefix}.length": str(model.max_model_len) if lengths else "any",
     }

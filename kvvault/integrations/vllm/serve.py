@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,8 +99,13 @@ def command(model: str, options: ServeOptions, extra_args: Sequence[str]) -> lis
 
 
 def environment(base: Mapping[str, str]) -> dict[str, str]:
-    """The server's environment: nothing is sent home unless the operator asked for it."""
-    return {"VLLM_NO_USAGE_STATS": "1", **base}
+    """The server's environment: nothing is sent home unless the operator asked for it, and where
+    there is no C++ compiler torch does not try to use one (vLLM for CPUs would otherwise die at the
+    first request for logprobs)."""
+    defaults = {"VLLM_NO_USAGE_STATS": "1"}
+    if not any(shutil.which(name, path=base.get("PATH")) for name in ("c++", "g++", "clang++")):
+        defaults["TORCHDYNAMO_DISABLE"] = "1"
+    return {**defaults, **base}
 
 
 def check_arguments(extra_args: Sequence[str]) -> None:
@@ -110,16 +116,21 @@ def check_arguments(extra_args: Sequence[str]) -> None:
         ConfigError: with this option no block would ever be found again, or not safely.
     """
     values = _options(extra_args)
-    if "kv-transfer-config" in values:
+    if "config" in values:
+        raise UsageError(
+            "options in a file (--config) cannot be checked",
+            hint="write vLLM's options on the command line",
+        )
+    if _given(values, "kv-transfer-config") is not None:
         raise UsageError(
             "kvvault serve sets --kv-transfer-config itself",
             hint="start vLLM directly and put the kvvault tier into your own configuration",
         )
-    if "no-enable-prefix-caching" in values:
+    if _given(values, "no-enable-prefix-caching") is not None:
         raise ConfigError(
             "prefix caching is switched off", hint="remove --no-enable-prefix-caching"
         )
-    algorithm = values.get("prefix-caching-hash-algo")
+    algorithm = _given(values, "prefix-caching-hash-algo")
     if algorithm is not None and algorithm not in _CRYPTOGRAPHIC:
         raise ConfigError(
             "the prefix hash is not a cryptographic one: prompts could be made to collide",
@@ -131,9 +142,9 @@ def warnings(extra_args: Sequence[str]) -> list[str]:
     """What the options let out beside the vault, one sentence each."""
     values = _options(extra_args)
     found = []
-    if "enable-log-requests" in values:
+    if _given(values, "enable-log-requests") is not None:
         found.append("--enable-log-requests writes prompts to the log, outside of any retention")
-    if "kv-events-config" in values:
+    if _given(values, "kv-events-config") is not None:
         found.append("KV events publish token ids and cache salts to every subscriber")
     return found
 
@@ -145,8 +156,22 @@ def _options(arguments: Sequence[str]) -> dict[str, str]:
         if argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
             following = arguments[i + 1] if i + 1 < len(arguments) else ""
-            values[name.replace("_", "-")] = value if equals else following
+            # "--option.part value" sets a part of an option's JSON.
+            whole = name.partition(".")[0].replace("_", "-")
+            values[whole] = value if equals else following
     return values
+
+
+_SHORTEST = len("kv-t")
+
+
+def _given(values: Mapping[str, str], option: str) -> str | None:
+    """The value of an option, also when it was abbreviated as vLLM's parser allows; None when it
+    was not given."""
+    for name, value in values.items():
+        if name == option or (len(name) >= _SHORTEST and option.startswith(name)):
+            return value
+    return None
 
 
 def require_vllm() -> None:

@@ -204,7 +204,8 @@ def _relevant(path: Path) -> Sequence[str]:
     def matching(patterns: tuple[str, ...]) -> list[str]:
         return [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
 
-    weights = next((found for kind in _WEIGHTS if (found := matching(kind))), [])
+    # Every kind that is there: which one vLLM reads depends on its load format.
+    weights = [name for kind in _WEIGHTS for name in matching(kind)]
     if not weights:
         raise NamespaceError(
             "the model's directory holds no weight files",
