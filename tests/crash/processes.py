@@ -149,8 +149,11 @@ class Remote:
         self._stream = connection.makefile("rw")
 
     def begin(self, name: str, **arguments: Any) -> None:
-        self._stream.write(json.dumps([name, arguments]) + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(json.dumps([name, arguments]) + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            raise AssertionError(f"the process is gone: {self.child.lines()[-30:]}") from None
 
     def end(self) -> Any:
         answer = self._stream.readline()

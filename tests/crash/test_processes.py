@@ -3,15 +3,19 @@ everywhere (promise 5, REQ-F7)."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sqlalchemy import ColumnElement, Connection, select
 
 from kvvault.catalog import operations, schema
+from kvvault.model import Outcome
 from kvvault.segments.io import SegmentFile
 from kvvault.vault import Vault
 from tests.crash.blocks import (
@@ -20,6 +24,8 @@ from tests.crash.blocks import (
     Ledger,
     check_at_rest,
     check_blocks,
+    get,
+    key_of,
     plaintext_in,
     put,
 )
@@ -267,3 +273,51 @@ def test_a_file_taken_before_it_was_locked_is_replaced(
         assert vault.recovery.clean
         check_at_rest(vault, Ledger())
         assert check_blocks(vault, range(8))["alpha", 0] == set(range(3))
+
+
+def test_a_stopped_eraser_holds_readers_up_for_a_limited_time(crew: Crew) -> None:
+    """It holds the gate, and will when it goes on. Loads miss meanwhile, and hit nothing revoked
+    when it has passed."""
+    holder, eraser = crew.join(), crew.join()
+    place = {"tenant": "gamma", "i": 0}
+    assert holder.call("put", **place, numbers=[1, 2]) == 2
+    with Vault.open(crew.path, options=replace(OPTIONS, lock_timeout_s=0.3)) as reader:
+        kept = reader.scope("alpha", NAMESPACES[0])
+        assert put(reader, kept, "alpha", [1]) == 1
+        ids = eraser.call("segments", tenant="gamma")
+        holder.call("hold", **place, number=1)
+        eraser.begin("delete", ids=ids)
+        assert not eraser.answers_within(0.3)
+        os.kill(eraser.child.pid, signal.SIGSTOP)
+        try:
+            holder.call("let_go")
+            assert get(reader, kept, "alpha", [1]) == [Outcome.IO_FAILED]
+            assert reader.contains(kept, [key_of(1)]) == [True]  # never waits
+        finally:
+            os.kill(eraser.child.pid, signal.SIGCONT)
+        assert eraser.end()[0] == len(ids)
+        assert get(reader, kept, "alpha", [1]) == [Outcome.HIT]
+        gone = reader.scope("gamma", NAMESPACES[0])
+        assert get(reader, gone, "gamma", [1, 2]) == [Outcome.MISS] * 2
+
+
+def test_a_killed_eraser_holds_nobody_up(crew: Crew) -> None:
+    """Its locks went with it; what it had revoked stays revoked."""
+    holder, eraser = crew.join(), crew.join()
+    place = {"tenant": "gamma", "i": 0}
+    assert holder.call("put", **place, numbers=[1, 2]) == 2
+    with Vault.open(crew.path, options=OPTIONS) as reader:
+        kept = reader.scope("alpha", NAMESPACES[0])
+        gone = reader.scope("gamma", NAMESPACES[0])
+        assert put(reader, kept, "alpha", [1]) == 1
+        holder.call("hold", **place, number=1)
+        eraser.begin("delete", ids=eraser.call("segments", tenant="gamma"))
+        assert not eraser.answers_within(0.3)
+        eraser.child.kill()
+        holder.call("let_go")
+        assert get(reader, kept, "alpha", [1]) == [Outcome.HIT]
+        assert get(reader, gone, "gamma", [1, 2]) == [Outcome.MISS] * 2
+        holder.close()
+    with Vault.open(crew.path, options=OPTIONS) as vault:
+        assert vault.recovery.finished_deletions == 1
+        check_at_rest(vault, Ledger())
