@@ -130,6 +130,22 @@ class TestWholeTransfers:
         with pytest.raises(ShortReadError):
             file.read(SIZE, pages(1))
 
+    def test_also_where_a_direct_read_cannot_go_on_within_a_page(
+        self, file: SegmentFile, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file.write(0, filled(5))
+        file.truncate(2 * PAGE_BYTES + 100)
+
+        def strict(_fd: int, buffers: list[memoryview], offset: int) -> int:
+            if offset % PAGE_BYTES:
+                raise OSError(errno.EINVAL, "not aligned")
+            return min(sum(map(len, buffers)), max(0, file.size - offset))
+
+        monkeypatch.setattr(os, "preadv", strict)
+        file.read(0, pages(2))
+        with pytest.raises(ShortReadError):
+            file.read(0, pages(3))
+
     @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EINVAL])
     def test_errors_carry_their_number_and_a_hint(
         self, file: SegmentFile, monkeypatch: pytest.MonkeyPatch, code: int
@@ -229,9 +245,14 @@ class TestFiles:
             directory.open("04.seg")
         with pytest.raises(UnsafeFileError, match="link"):
             directory.open("04.seg", writable=True)
-        with pytest.raises(StorageError):
+        with pytest.raises(UnsafeFileError):
             directory.create("04.seg")
         assert target.read_bytes() == b"x" * SIZE
+
+    def test_req_f2_what_would_hang_is_not_opened(self, directory: SegmentDir) -> None:
+        os.mkfifo(directory._path / "05.seg", 0o600)
+        with pytest.raises(UnsafeFileError):
+            directory.open("05.seg")
 
     def test_req_f2_the_directory_may_be_renamed_but_not_exchanged(
         self, directory: SegmentDir, file: SegmentFile
