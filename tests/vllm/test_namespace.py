@@ -150,6 +150,7 @@ CHANGES: dict[str, Change] = {
     "speculative": of_engine(speculative="ngram"),
     "draft model": with_draft,
     "weights": retrained,
+    "load format": of_model(load_format="pt"),
     "model settings": of_model(settings='{"dtype":"torch.bfloat16"}'),
     "groups": of_engine(groups=(FULL,)),
     "order of groups": of_engine(groups=(SLIDING, FULL)),
@@ -273,7 +274,7 @@ def test_weights_that_can_change_while_the_engine_runs_are_refused(facts: Engine
 
 @pytest.mark.parametrize("load_format", ["dummy", "tensorizer", "something-new"])
 def test_weights_from_nowhere_known_are_refused(facts: EngineFacts, load_format: str) -> None:
-    assert named(of_model(load_format="safetensors")(facts)).digest == named(facts).digest
+    assert named(of_model(load_format="safetensors")(facts)).digest
     with pytest.raises(NamespaceError, match="load format"):
         named(of_model(load_format=load_format)(facts))
 

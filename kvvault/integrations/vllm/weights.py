@@ -35,12 +35,8 @@ __all__ = ["DigestCache", "directory_digest", "weights_identity"]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPOSITORY = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)")
 
-_WEIGHTS: tuple[tuple[str, ...], ...] = (
-    ("*.safetensors",),
-    ("*.bin", "*.pt", "*.pth"),
-    ("*.gguf",),
-)
-"""The first kind that is present is what a loader prefers; the others are then not read."""
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+"""All of them count: which ones are read depends on the load format and on the loader's version."""
 
 _IRRELEVANT = (
     "generation_config.json",  # sampling defaults
@@ -204,8 +200,7 @@ def _relevant(path: Path) -> Sequence[str]:
     def matching(patterns: tuple[str, ...]) -> list[str]:
         return [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
 
-    # Every kind that is there: which one vLLM reads depends on its load format.
-    weights = [name for kind in _WEIGHTS for name in matching(kind)]
+    weights = matching(_WEIGHTS)
     if not weights:
         raise NamespaceError(
             "the model's directory holds no weight files",
