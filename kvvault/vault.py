@@ -9,6 +9,7 @@ raise; they are for scheduler threads. Everything else may wait for disk, catalo
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
