@@ -140,7 +140,7 @@ class TestEachWay:
         # Each column in turn, the one that only finds the row among them: nobody is served, or
         # stores, under another's key.
         refused = set()
-        for seed in range(30):
+        for seed in range(12):
             tally = Tally()
             play(damaged, [swap_a_column_of_two_tenants], random.Random(seed), tally)
             refused.add(tally.refused_scopes)
@@ -311,8 +311,7 @@ def test_with_o_direct(golden: Golden, tmp_path: Path) -> None:
     damaged = Damaged(golden, tmp_path)
     tally = Tally()
     for seed, kind in enumerate(FILE_KINDS):
-        for live in (False, True):
-            play(damaged, [kind] * 3, random.Random(seed), tally, live=live, direct=True)
+        play(damaged, [kind] * 3, random.Random(seed), tally, live=bool(seed % 2), direct=True)
     assert tally.outcomes[Outcome.TAMPERED] > 20
 
 

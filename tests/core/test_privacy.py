@@ -294,7 +294,7 @@ class TestCanary:
         said += [caplog.text]
         everything = "\n".join(said).encode()
         assert len(secrets.drawn) > 10
-        assert len(caplog.records) > 5
+        assert len(caplog.records) > 3
         # The control: what may be said is found.
         assert hits([everything], [home.path.name.encode(), b"tiny-llama"]) == 2
         for secret in {s for s in secrets.drawn if any(s)}:
