@@ -1,4 +1,4 @@
-"""A fault at every I/O call: each call of a session fails in turn, in each way it can.
+"""A fault at every I/O call: each call of some work fails in turn, in each way it can.
 
 Whatever fails, nothing but our own errors comes out, no wrong byte is served, what was reported as
 stored is there, and the vault that is left behind opens and agrees with itself.
@@ -112,7 +112,7 @@ class Faults:
         return call
 
 
-def session(vault: Vault, scope: Scope, done: set[bytes]) -> None:
+def work(vault: Vault, scope: Scope, done: set[bytes]) -> None:
     """Some of everything. What `put` reports as stored goes into `done`."""
     for start in (100, 103, 106):
         mine = keys(3, start=start)
@@ -180,7 +180,7 @@ def run(prepared: Home, faults: Faults) -> Faults:
         else:
             try:
                 scope = vault.scope("alice", namespace())
-                session(vault, scope, done)
+                work(vault, scope, done)
                 deleted = True
             finally:
                 with suppress(KvvaultError):
@@ -214,12 +214,12 @@ def run(prepared: Home, faults: Faults) -> Faults:
 
 def test_without_a_fault(prepared: Home) -> None:
     counts = run(prepared, Faults()).counts
-    # The session comes by every call at least once, so that the tests below mean something.
+    # The work comes by every call at least once, so that the tests below mean something.
     assert all(counts[name] > 0 for name in WATCHED if name != "fchmod"), counts
 
 
 def every(prepared: Home, name: str, stride: int, **how: Any) -> int:
-    """Fail the first, second, … call of one name, until the session gets by without it."""
+    """Fail the first, second, … call of one name, until the work gets by without it."""
     tried = 0
     for nth in range(0, 1000, stride):
         for code in ERRORS[name]:

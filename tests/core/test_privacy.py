@@ -189,7 +189,7 @@ class TestOnDisk:
 
 
 class Secrets:
-    """Every key of a session, as it was when it was made: drawn keys and their HKDF outputs."""
+    """Every key, as it was when it was made: drawn keys and their HKDF outputs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drawn: list[bytes] = []
