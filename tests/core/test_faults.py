@@ -208,7 +208,7 @@ def run(prepared: Home, faults: Faults) -> Faults:
         assert_hits(vault, scope, keys(5, start=300))
     del vault, scope
     shutil.rmtree(home.path.parent)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before  # an earlier test may let go of some meanwhile
     return faults
 
 

@@ -167,10 +167,10 @@ def demo(
     Takes some minutes and needs vLLM, but no GPU and no download.
     """
     _require_vllm()
-    from kvvault.demo import story
+    from kvvault.demo.story import run as tell
 
     say = run.output.note if run.output.json else run.output.lines
-    document = story.run(model_dir=model_dir, keep=keep, say=say)
+    document = tell(model_dir=model_dir, keep=keep, say=say)
     if run.output.json:
         run.output.document(document)
     return 0 if document.get("ok") is True else 1
