@@ -28,6 +28,7 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 
 _CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 _MIB = 1 << 20
+_SHUTDOWN_S = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,12 @@ def command(model: str, options: ServeOptions, extra_args: Sequence[str]) -> lis
         UsageError, ConfigError: see `check_arguments`.
     """
     check_arguments(extra_args)
+    # vLLM's default is to kill the engine at once, and with it the stores that are under way.
+    patience = (
+        []
+        if _given(_options(extra_args), "shutdown-timeout") is not None
+        else ["--shutdown-timeout", str(_SHUTDOWN_S)]
+    )
     return [
         sys.executable,
         "-m",
@@ -93,6 +100,7 @@ def command(model: str, options: ServeOptions, extra_args: Sequence[str]) -> lis
         "--model",
         model,
         *extra_args,
+        *patience,
         "--kv-transfer-config",
         json.dumps(transfer_config(options)),
     ]
