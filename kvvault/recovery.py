@@ -106,7 +106,8 @@ class Recovery:
             return self._close_abandoned(row, report)
         elif row.facts.state is SegmentState.SEALED:
             name = segment_name(row.facts.segment_id)
-            if files.get(name) != row.facts.data_bytes or self._doubtful(row):
+            as_it_should = row.facts.blocks and files.get(name) == row.facts.data_bytes
+            if not as_it_should or self._doubtful(row):
                 return self._fit_sealed(row, report)
         elif row.facts.state is SegmentState.REVOKED:
             return self._finish_deletion(row, report)
@@ -151,6 +152,14 @@ class Recovery:
             return self._lose(row, report)
         if not file.try_lock():
             return report  # its owner lives
+        try:
+            return self._close_locked(row, file, report)
+        finally:
+            file.unlock()
+
+    def _close_locked(
+        self, row: SegmentRow, file: SegmentFile, report: RecoveryReport
+    ) -> RecoveryReport:
         # The owner may have committed more, or have sealed it, between our read and its death.
         fresh = self.catalog.read(lambda c: operations.get_segment(c, row.facts.segment_id))
         if fresh is None or fresh.facts.state is not SegmentState.OPEN:
@@ -212,8 +221,12 @@ class Recovery:
 
     def _lose(self, row: SegmentRow, report: RecoveryReport) -> RecoveryReport:
         ids = [row.facts.segment_id]
-        self.catalog.write(lambda c: operations.revoke_segments(c, ids, state=SegmentState.LOST))
-        self.catalog.write(lambda c: operations.drop_extents(c, ids))
+
+        def lose(connection: Connection) -> None:
+            operations.revoke_segments(connection, ids, state=SegmentState.LOST)
+            operations.drop_extents(connection, ids)
+
+        self.catalog.write(lose)
         self.directory.unlink(segment_name(row.facts.segment_id))
         return replace(
             report,

@@ -19,6 +19,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+from sqlalchemy import Connection
+
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
 from kvvault.errors import KvvaultError
@@ -65,10 +67,13 @@ class Sealer:
             # sealed when the vault is next opened.
             log.warning("the disk is too slow to seal segments; one waits for the next opening")
 
-    def close(self) -> None:
-        """Seal and sync everything, then stop; a disk that hangs is not waited for beyond
+    def close(self, last: Sequence[OpenSegment] = ()) -> None:
+        """Seal these too, sync everything, then stop; a disk that hangs is not waited for beyond
         `VaultOptions.lock_timeout_s`. Idempotent."""
         self._closed = True
+        for segment in last:
+            segment.cipher.stop_sealing()
+            self._queue.put(segment)
         self._queue.put(None)
         self._thread.join(self._limit)
         if self._thread.is_alive():
@@ -93,21 +98,29 @@ class Sealer:
                 self._try_again()
                 self._sync()
                 next_sync = time.monotonic() + self._interval
-        self._unsealed.clear()  # their files' locks go, and whoever opens the vault next may seal
+        for given_up in self._unsealed:
+            given_up.file.unlock()  # whoever opens the vault next may seal it
 
     def _seal(self, segment: OpenSegment) -> None:
         """The segment's commits were queued before this one, so they come first."""
         segment_id = segment.place.segment_id
+
+        def seal(connection: Connection) -> int | None:
+            blocks = operations.seal_segment(connection, segment_id)
+            if blocks == 0:  # in the same step, else a kill would leave an empty one behind
+                operations.revoke_segments(connection, [segment_id])
+            return blocks
+
         try:
-            blocks = self._catalog.write(
-                lambda c: operations.seal_segment(c, segment_id), durable=False
-            )
+            blocks = self._catalog.write(seal, durable=False)
             if not blocks:  # empty, or deleted in the meantime
                 self._destroy([segment_id])
-                return
-            if segment.file.size > blocks * segment.place.block_bytes:
-                segment.file.truncate(blocks * segment.place.block_bytes)
-            self._unsynced[segment_id] = segment.file
+            else:
+                if segment.file.size > blocks * segment.place.block_bytes:
+                    segment.file.truncate(blocks * segment.place.block_bytes)
+                self._unsynced[segment_id] = segment.file
+            # Not left to the closing of the file: a forked child may share it, and the lock.
+            segment.file.unlock()
         except KvvaultError as exc:
             # Beyond the bound the lock on the file goes with this object: the next to open the
             # vault finds the segment without an owner and finishes this.

@@ -138,13 +138,13 @@ class Vault:
                 self._directory.probe_direct()
             with self._exclusively():
                 self._catalog, self._ring = self._open_catalog(descriptor)
+                undo.callback(self._catalog.close)
+                undo.callback(self._ring.close)
                 if not read_only:
                     self._prune_tombstones()
                 # Tells others that the catalog is in use: nobody may replace it or forget its dead.
                 in_use = self._fence.hold(_IN_USE)
-                undo.callback(os.close, in_use)
-                undo.callback(self._catalog.close)
-                undo.callback(self._ring.close)
+                undo.callback(self._fence.let_go, in_use)
                 self._view = View(self._vault_id, self._catalog, self._directory, self._ring)
                 self._reader = Reader(self._view, self._fence, self._counters, options.batch_bytes)
                 if not read_only:
@@ -614,7 +614,7 @@ class Vault:
         self._stop.set()
         self._watcher.join(self.options.lock_timeout_s)
         with ExitStack() as last_first:  # everything is closed, whatever fails
-            last_first.callback(os.close, self._in_use)
+            last_first.callback(self._fence.let_go, self._in_use)
             last_first.callback(self._directory.close)
             last_first.callback(self._fence.close)
             last_first.callback(self._catalog.close)

@@ -358,6 +358,4 @@ class Writer:
             self._none_works.wait_for(lambda: not self._working, self._options.lock_timeout_s)
             idle = list(self._idle.values())
             self._idle.clear()
-        for segment in idle:
-            self._sealer.seal(segment)
-        self._sealer.close()
+        self._sealer.close(idle)

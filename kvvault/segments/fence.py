@@ -173,7 +173,7 @@ class Fence:
                 fcntl.flock(gate, fcntl.LOCK_UN)
 
     def hold(self, name: str) -> int:
-        """Take a shared lock of another name and keep it: closing the returned descriptor frees it.
+        """Take a shared lock of another name and keep it until the result is given to `let_go`.
 
         Raises:
             VaultLockedError: somebody holds it exclusively.
@@ -186,6 +186,12 @@ class Fence:
             os.close(fd)
             raise
         return fd
+
+    def let_go(self, held: int) -> None:
+        """Give back what `hold` took. Closing would not do: see `exclusive`."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_UN)
+        os.close(held)
 
     @contextlib.contextmanager
     def exclusive(self, name: str, timeout: float) -> Iterator[None]:

@@ -146,6 +146,12 @@ class SegmentFile:
         except OSError as exc:
             raise storage_error(exc, "sync a segment") from exc
 
+    def unlock(self) -> None:
+        """Give the writer's lock up now rather than with the object, which an exception on its way
+        may keep alive."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
     def try_lock(self) -> bool:
         """Take the writer's lock. The kernel drops it when its holder dies, however it dies, so a
         free lock proves that nobody writes (a process id or an age would not).
