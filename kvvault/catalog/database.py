@@ -187,6 +187,8 @@ def translated_errors(doing: str) -> Iterator[None]:
         yield
     except DBAPIError as exc:
         raise translate(exc, doing) from None
+    except UnicodeDecodeError:  # the driver's, at a message of SQLite's about a damaged schema
+        raise _damaged(doing) from None
 
 
 def translate(exc: DBAPIError, doing: str) -> KvvaultError:
@@ -199,10 +201,7 @@ def translate(exc: DBAPIError, doing: str) -> KvvaultError:
             hint="wait for it, or find it with fuser on the catalog",
         )
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")) or "malformed" in text:
-        return CatalogCorruptError(
-            f"cannot {doing}: the catalog is damaged",
-            hint="move catalog.sqlite3* away; the vault then starts empty",
-        )
+        return _damaged(doing)
     if name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")) or (
         isinstance(exc, OperationalError) and ("disk" in text or "readonly" in text)
     ):
@@ -214,6 +213,13 @@ def translate(exc: DBAPIError, doing: str) -> KvvaultError:
     return CatalogError(
         f"cannot {doing}: SQLite says {name or type(exc).__name__}",
         hint="run `kvvault doctor`",
+    )
+
+
+def _damaged(doing: str) -> CatalogCorruptError:
+    return CatalogCorruptError(
+        f"cannot {doing}: the catalog is damaged",
+        hint="move catalog.sqlite3* away; the vault then starts empty",
     )
 
 

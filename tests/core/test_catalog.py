@@ -241,6 +241,12 @@ class TestFiles:
         assert state() == "free"
 
 
+def test_a_message_of_sqlites_that_is_not_even_text() -> None:
+    # It quotes a damaged schema, and the driver cannot decode it (`test_rot` met one).
+    with pytest.raises(CatalogCorruptError), database.translated_errors("read the catalog"):
+        b"no such table: \xf9".decode()
+
+
 class TestPragmas:
     def test_req_k6_secure_delete_is_on_and_works(self, path: Path) -> None:
         canary = b"canary that was deleted "
