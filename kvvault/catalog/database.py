@@ -21,7 +21,7 @@ from types import ModuleType
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError, NoSuchColumnError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 from kvvault.errors import (
@@ -187,7 +187,8 @@ def translated_errors(doing: str) -> Iterator[None]:
         yield
     except DBAPIError as exc:
         raise translate(exc, doing) from None
-    except UnicodeDecodeError:  # the driver's, at a message of SQLite's about a damaged schema
+    except (UnicodeDecodeError, NoSuchColumnError):
+        # A damaged schema: the driver cannot decode SQLite's message about it, or it still parses.
         raise _damaged(doing) from None
 
 

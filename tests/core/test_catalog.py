@@ -247,6 +247,15 @@ def test_a_message_of_sqlites_that_is_not_even_text() -> None:
         b"no such table: \xf9".decode()
 
 
+def test_a_column_that_has_another_name(catalog: Catalog, path: Path) -> None:
+    connection = sqlite.connect(str(path))
+    connection.execute("ALTER TABLE segments RENAME COLUMN block_bytes TO blocc_bytes")
+    connection.commit()
+    connection.close()
+    with pytest.raises(CatalogError):
+        catalog.read(operations.list_segments)
+
+
 class TestPragmas:
     def test_req_k6_secure_delete_is_on_and_works(self, path: Path) -> None:
         canary = b"canary that was deleted "

@@ -107,9 +107,9 @@ def test_some_rot(damaged: Damaged, seed: int) -> None:
 @pytest.mark.timeout(900)
 def test_much_rot(damaged: Damaged, capsys: pytest.CaptureFixture[str]) -> None:
     seen: Counter[str] = Counter()
-    for turn in range(1500):
+    for turn in range(600):
         seen += play(damaged, f"slow {turn}")
-    assert seen["refused"] > 50
-    assert seen["hit"] > 5000
+    assert seen["refused"] > 30
+    assert seen["hit"] > 3000
     with capsys.disabled():
-        print(f"\n1500 rotten catalogs: {dict(seen)}")
+        print(f"\n600 rotten catalogs: {dict(seen)}")
