@@ -112,16 +112,16 @@ def run(*, model_dir: Path | None = None, keep: bool = False, say: Say) -> dict[
         KvvaultError: the server did not start, broke off, or could not be understood.
         OperationCancelledError: Ctrl-C, or SIGTERM.
     """
-    work = Path(tempfile.mkdtemp(prefix="kvvault-demo-", dir=_disk()))
-    try:
-        with _interruptible(), _warned_once():
+    with _interruptible(), _warned_once():
+        work = Path(tempfile.mkdtemp(prefix="kvvault-demo-", dir=_disk()))
+        try:
             document = _Story(work, model_dir, say).tell()
-        return {**document, "directory": str(work) if keep else None}
-    finally:
-        if keep:
-            say(f"kept {work}: vault, key and server log")
-        else:
-            shutil.rmtree(work, ignore_errors=True)
+            return {**document, "directory": str(work) if keep else None}
+        finally:
+            if keep:
+                say(f"kept {work}: vault, key and server log")
+            else:
+                shutil.rmtree(work, ignore_errors=True)
 
 
 def _disk() -> Path:
@@ -133,17 +133,23 @@ def _disk() -> Path:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the demo as Ctrl-C does, so that the server is stopped and the
-    files are removed."""
+    """Let signals end the demo in good order: the server is stopped and the files are removed.
+
+    Only the first one counts; the next would disturb just that, and `timeout` sends two.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
         raise OperationCancelledError("stopped on request", hint="run it again when you like")
 
-    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
+        for number in before:
+            signal.signal(number, stop)
         yield
     finally:
         for number, handler in before.items():
