@@ -18,12 +18,15 @@ class VaultOptions:
         ConfigError: a value is out of range.
     """
 
-    segment_bytes: int = 64 * _MIB
+    segment_bytes: int = 256 * _MIB
     """At which size a segment is sealed and a new one begun; at least one block fits in any case.
     A segment is also the unit of deletion, so smaller segments delete more precisely and cost more
     keys and files."""
     batch_bytes: int = 2 * _MIB
     """Size of one write or read. Staging of this size stays in the processor's cache."""
+    spare_segments: int = 4
+    """How many segments are made in advance, with one flush of the disk, for a tenant whose open
+    segment is half full. 0: each is made when it is needed, and whoever stores waits for it."""
     sync_interval_s: float = 30.0
     """How often full segments are synced to the disk. A power failure costs at most the blocks of
     segments that were not, and those are found out when the vault is opened."""
@@ -40,6 +43,7 @@ class VaultOptions:
         checks = (
             (self.segment_bytes >= PAGE_BYTES, "segment_bytes"),
             (self.batch_bytes >= PAGE_BYTES, "batch_bytes"),
+            (0 <= self.spare_segments <= 64, "spare_segments"),
             (0 < self.sync_interval_s <= 3600, "sync_interval_s"),
             (0 < self.poll_interval_s <= 60, "poll_interval_s"),
             (self.max_open_segments >= 1, "max_open_segments"),

@@ -5,6 +5,10 @@ encrypts and writes one batch, queues the commit, and gives it back. So the comm
 queue up in slot order, committed slots are a prefix of the file, and threads that store for the
 same scope at the same time get segments of their own instead of a lock.
 
+A key has to be durable before the first byte under it, and a flush of a busy disk takes as long as
+a hundred batches. So whoever fills a segment beyond its half has others made in the background, for
+the same scope (`_Spares`); scopes that store little never have any.
+
 Locks: `_lock` guards the idle segments and the ids in flight; nothing slow happens under it.
 """
 
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -44,6 +49,10 @@ _NEW_FILE_ATTEMPTS = 5
 """Recovery elsewhere can only take a new file in the microsecond before it is locked."""
 
 _ScopeKey = tuple[bytes, bytes]
+
+
+def _scope_of(segment: OpenSegment) -> _ScopeKey:
+    return segment.place.tenant_id, segment.place.namespace_digest
 
 
 @dataclass(slots=True)
@@ -86,6 +95,12 @@ class Writer:
         self._local = threading.local()
         self._growing: dict[_ScopeKey, _Growing] = {}
         self._sealer = Sealer(catalog, directory, options)
+        self._wanted: queue.SimpleQueue[tuple[TenantKeys, Namespace] | None] = queue.SimpleQueue()
+        self._spares_coming: set[_ScopeKey] = set()
+        self._spare_maker = threading.Thread(
+            target=self._make_spares, name="kvvault-spare", daemon=True
+        )
+        self._spare_maker.start()
 
     # -- storing ----------------------------------------------------------------------------------
 
@@ -202,6 +217,8 @@ class Writer:
                 return PutReport(refused=len(block_ids) - done)
             finally:
                 self._check_in(segment)
+            if self._options.spare_segments and segment.next_slot * 2 > segment.capacity:
+                self._want_spares(tenant, namespace)
             commits.append((segment, count, commit))
             done = piece.stop
         return PutReport()
@@ -236,12 +253,55 @@ class Writer:
             with self._lock:
                 growing.waiting -= 1
 
+    def _want_spares(self, tenant: TenantKeys, namespace: Namespace) -> None:
+        scope = (tenant.tenant_id, namespace.digest)
+        with self._lock:
+            if scope in self._spares_coming or self._closed:
+                return
+            if any(not s.next_slot and _scope_of(s) == scope for s in self._idle.values()):
+                return
+            self._spares_coming.add(scope)
+        self._wanted.put((tenant, namespace))
+
+    def _make_spares(self) -> None:
+        while self._make_spares_once():
+            pass
+
+    def _make_spares_once(self) -> bool:
+        """One round of the spare thread; a frame of its own, so that while it waits it keeps no
+        tenant's keys."""
+        wanted = self._wanted.get()
+        if wanted is None:
+            return False
+        tenant, namespace = wanted
+        made: list[OpenSegment] = []
+        try:
+            made = self._new_segments(tenant, namespace, self._options.spare_segments)
+        except KvvaultError as exc:
+            log.debug("no segments are made in advance: %s", exc)
+        with self._lock:
+            self._spares_coming.discard((tenant.tenant_id, namespace.digest))
+            # At the old end: what is in use already comes first, and these are sealed first when
+            # too many are open.
+            for segment in made:
+                self._idle[segment.place.segment_id] = segment
+                self._idle.move_to_end(segment.place.segment_id, last=False)
+            closed = self._closed
+            finished = list(self._idle.values()) if closed else []
+            while len(self._idle) - len(finished) > self._options.max_open_segments:
+                finished.append(self._idle.popitem(last=False)[1])
+            if closed:
+                self._idle.clear()
+        for segment in finished:
+            self._sealer.seal(segment)
+        return True
+
     def _take_idle(self, scope: _ScopeKey) -> OpenSegment | None:
         with self._lock:
             if self._closed:
                 raise ClosedError("the vault is closed", hint="open it again")
             for segment in reversed(self._idle.values()):
-                if (segment.place.tenant_id, segment.place.namespace_digest) == scope:
+                if _scope_of(segment) == scope:
                     del self._idle[segment.place.segment_id]
                     self._busy[segment.place.segment_id] = segment
                     return segment
@@ -355,6 +415,9 @@ class Writer:
         whoever opens the vault next. Idempotent."""
         with self._lock:
             self._closed = True
+        self._wanted.put(None)
+        self._spare_maker.join(self._options.lock_timeout_s)
+        with self._lock:
             self._none_works.wait_for(lambda: not self._working, self._options.lock_timeout_s)
             idle = list(self._idle.values())
             self._idle.clear()

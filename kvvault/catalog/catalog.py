@@ -21,6 +21,8 @@ from kvvault.catalog.database import (
     frozen_state,
     make_engine,
     pragma,
+    reading,
+    sync_log,
     translated_errors,
 )
 from kvvault.catalog.writer import CommitQueue
@@ -40,7 +42,7 @@ class Catalog:
         self._frozen = frozen_state(path) if read_only else None
         self._read_engine = make_engine(path, write=False, immutable=self._frozen is not None)
         self._write_engine = None if read_only else make_engine(path, write=True)
-        self._queue = None if self._write_engine is None else CommitQueue(self._write_engine)
+        self._queue = None if self._write_engine is None else CommitQueue(self._write_engine, path)
         self._watch: Connection | None = None
         self._version: int | None = None
         self._change = -1
@@ -65,6 +67,7 @@ class Catalog:
             engine = make_engine(path, write=True)
             migrate.upgrade(engine)
             engine.dispose()
+            sync_log(path)
         return cls(path, read_only=read_only)
 
     def submit(self, operation: Callable[[Connection], _T], *, durable: bool = False) -> Future[_T]:
@@ -107,7 +110,7 @@ class Catalog:
             version = pragma(self._watch, "data_version")
             if version == self._version:
                 return None
-            with self._watch.begin():
+            with reading(self._watch):
                 delta = operations.changes_since(self._watch, self._change, self._extent_no)
         # Only now: a read that failed is repeated. The version was taken before the rows were, so a
         # commit in between is seen twice rather than never.

@@ -4,12 +4,17 @@ While one commit is under way, further operations queue up, and the next transac
 them; so many threads together pay for few commits, and none of them ever waits for SQLite's write
 lock. Operations run in the order in which they were submitted.
 
-Two strengths. A *durable* operation (a new key, a deletion) is on the disk when its future is done:
-its group is committed with ``synchronous=FULL``, one fsync. Any other (an extent) survives the
-death of the process, and after a power failure is there or not: in WAL mode ``synchronous=NORMAL``
-keeps the database consistent and loses at most the newest commits, which for a cache is a miss. An
-fsync per batch of blocks would cost more than writing the batch. With a rollback journal every
-commit is durable, because NORMAL is not safe there.
+Two strengths. A *durable* operation (a new key, a deletion) is on the disk when its future is done.
+Any other (an extent) survives the death of the process, and after a power failure is there or not:
+in WAL mode ``synchronous=NORMAL`` keeps the database consistent and loses at most the newest
+commits, which for a cache is a miss. An fsync per batch of blocks would cost more than writing the
+batch. With a rollback journal every commit is durable, because NORMAL is not safe there.
+
+A flush of a busy disk takes as long as a hundred batches, so the committing thread never waits for
+one. A second thread syncs the log (`kvvault.catalog.database.sync_log`) for all durable operations
+that were committed since, and then tells their submitters; it also moves the log into the database
+when it has grown (a *passive* checkpoint, which holds up nobody). Should that sync fail, the
+submitters are told, although others may already have seen what was committed.
 
 Each operation runs inside a savepoint: one that raises is undone alone and tells its submitter; the
 others of its group commit. When the commit itself fails, all of them are told, and none happened.
@@ -17,22 +22,35 @@ others of its group commit. When the commit itself fails, all of them are told, 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from kvvault.catalog.database import set_durability, translate, translated_errors
+from kvvault.catalog.database import (
+    direct,
+    pragma,
+    sync_log,
+    translate,
+    translated_errors,
+)
 from kvvault.errors import CatalogError, ClosedError, KvvaultError
+
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _MAX_GROUP = 256
 _CLOSE_S = 30.0
 """A disk that hangs is not waited for longer."""
+_CHECKPOINT_COMMITS = 200
+"""After how many commits of this process the log is moved into the database: about as often as
+SQLite would by itself (1000 pages)."""
 
 
 class _Pending(Generic[_T]):
@@ -50,7 +68,7 @@ class _Pending(Generic[_T]):
         """Run inside a savepoint. What the operation itself did wrong (a refusal, a violated
         constraint, a bug) ends it alone; other errors of SQLite go up, because SQLite may have
         rolled back the whole transaction."""
-        connection.exec_driver_sql("SAVEPOINT operation")
+        direct(connection, "SAVEPOINT operation")
         try:
             self._result = [self._operation(connection)]
         except IntegrityError as exc:
@@ -60,8 +78,8 @@ class _Pending(Generic[_T]):
         except Exception as exc:  # noqa: BLE001 - else one bug would undo what others wrote
             self.fail(_as_error(exc))
         if self._future.done():
-            connection.exec_driver_sql("ROLLBACK TO operation")
-        connection.exec_driver_sql("RELEASE operation")
+            direct(connection, "ROLLBACK TO operation")
+        direct(connection, "RELEASE operation")
 
     def publish(self) -> None:
         if not self._future.done():
@@ -75,8 +93,14 @@ class _Pending(Generic[_T]):
 class CommitQueue:
     """The writing side of a catalog. `submit` may be called from any thread and does not block."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, path: Path) -> None:
         self._engine = engine
+        self._path = path
+        self._flush: queue.SimpleQueue[list[_Pending[Any]] | None] = queue.SimpleQueue()
+        self._flusher = threading.Thread(
+            target=self._run_flush, name="kvvault-catalog-flush", daemon=True
+        )
+        self._flusher.start()
         self._queue: queue.SimpleQueue[_Pending[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -103,6 +127,7 @@ class CommitQueue:
                 self._closed = True
                 self._queue.put(None)
         self._thread.join(_CLOSE_S)
+        self._flusher.join(_CLOSE_S)
 
     def _run(self) -> None:
         connection: Connection | None = None
@@ -112,7 +137,6 @@ class CommitQueue:
             try:
                 with translated_errors("write to the catalog"):
                     connection = connection or self._engine.connect()
-                    set_durability(connection, any(pending.durable for pending in group))
                     with connection.begin():
                         for pending in group:
                             pending.run(connection)
@@ -126,9 +150,48 @@ class CommitQueue:
                     connection = None
                 continue
             for pending in group:
-                pending.publish()
+                if not pending.durable:
+                    pending.publish()
+            self._flush.put([pending for pending in group if pending.durable])
         if connection is not None:
             connection.close()
+        self._flush.put(None)
+
+    def _run_flush(self) -> None:
+        """The second thread. Takes all that was committed before a sync began with that sync."""
+        closing = False
+        commits = 0
+        while not closing:
+            waiting: list[_Pending[Any]] = []
+            item = self._flush.get()
+            while item is not None:
+                waiting += item
+                commits += 1
+                if self._flush.empty():
+                    break
+                item = self._flush.get()
+            closing = item is None
+            if waiting:
+                try:
+                    sync_log(self._path)
+                except KvvaultError as exc:
+                    for pending in waiting:
+                        pending.fail(exc)
+                for pending in waiting:
+                    pending.publish()
+            if commits >= _CHECKPOINT_COMMITS and not closing:
+                self._checkpoint()
+                commits = 0
+
+    def _checkpoint(self) -> None:
+        try:
+            with (
+                translated_errors("move the catalog's log into it"),
+                self._engine.connect() as connection,
+            ):
+                pragma(connection, "wal_checkpoint(PASSIVE)")
+        except Exception as exc:  # noqa: BLE001 - the log only grows until the next one
+            log.warning("%s", _as_error(exc))
 
     def _take(self) -> tuple[list[_Pending[Any]], bool]:
         """All that is queued now (waiting for the first), and whether the queue was closed."""

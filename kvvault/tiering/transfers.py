@@ -91,18 +91,22 @@ class PoolOptions:
         ConfigError: a value is out of range.
     """
 
-    threads: int = 4
-    """At least 2: one is kept free of stores."""
+    threads: int = 16
+    """At least 2: one is kept free of stores. Threads that load mostly wait for the disk, and disks
+    are fast only when many reads wait."""
     store_queue_bytes: int = 256 << 20
     """Bytes of stores that may be queued or under way. They stay pinned in the caller's memory. A
     single larger store is taken when it is alone, or it could never be stored."""
     load_timeout_s: float = 10.0
     """About what recomputing a long prompt costs: waiting longer would be worse than a miss."""
     store_timeout_s: float = 30.0
+    store_threads: int = 4
+    """How many of them may store at the same time. Each writes to a segment of its own."""
 
     def __post_init__(self) -> None:
         checks = (
             (self.threads >= 2, "threads"),
+            (self.store_threads >= 1, "store_threads"),
             (self.store_queue_bytes > 0, "store_queue_bytes"),
             (self.load_timeout_s > 0, "load_timeout_s"),
             (self.store_timeout_s > 0, "store_timeout_s"),
@@ -172,7 +176,9 @@ class TransferPool(Generic[_T]):
         self._transfer_over = threading.Condition(self._lock)
         count = options.threads
         self._loads: _Lane[_T] = _Lane(True, options.load_timeout_s, count)
-        self._stores: _Lane[_T] = _Lane(False, options.store_timeout_s, count - 1)
+        self._stores: _Lane[_T] = _Lane(
+            False, options.store_timeout_s, min(options.store_threads, count - 1)
+        )
         self._lanes = (self._loads, self._stores)
         self._ended: list[Finished[_T]] = []
         self._dropped = 0

@@ -24,8 +24,9 @@ sqlite: Any = _sqlite
 BLOCK = 4096
 ZERO = bytes(BLOCK)
 FACTS = {"model": "tiny-llama", "weights": "sha256:1", "dtype": "bfloat16", "layout": "NHD"}
-SMALL = VaultOptions(segment_bytes=4 * BLOCK, batch_bytes=2 * BLOCK, direct=False)
-"""Four blocks a segment, two an extent: small vaults already have many of both."""
+SMALL = VaultOptions(segment_bytes=4 * BLOCK, batch_bytes=2 * BLOCK, direct=False, spare_segments=0)
+"""Four blocks a segment, two an extent: small vaults already have many of both. No segments in
+advance: tests count files."""
 
 
 def namespace(block_bytes: int = BLOCK, **facts: str) -> Namespace:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from kvvault.errors import (
     CatalogError,
     ClosedError,
     KvvaultError,
+    StorageError,
     UnsafeFileError,
     UnsupportedVersionError,
 )
@@ -334,13 +337,46 @@ class TestPragmas:
                 put(vault, scope, keys(3))
                 assert_hits(vault, scope, keys(3))
 
-    def test_durable_writes_wait_for_the_disk_and_others_do_not(self, catalog: Catalog) -> None:
-        def synchronous(connection: Connection) -> int:
-            return int(connection.exec_driver_sql("PRAGMA synchronous").scalar_one())
+    def test_durable_writes_wait_for_the_disk_and_others_do_not(
+        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        may_sync = threading.Event()
 
-        assert catalog.write(synchronous) == 2  # FULL
-        assert catalog.submit(synchronous).result() == 1  # NORMAL
-        assert catalog.write(synchronous) == 2
+        def slow_sync(_fd: int) -> None:
+            assert may_sync.wait(30)
+
+        monkeypatch.setattr(os, "fdatasync", slow_sync)
+        durable = note(catalog, "durable", durable=True)
+        note(catalog, "other").result(30)
+        assert catalog.read(partial(operations.get_meta, name="durable")) == b"1"
+        assert not durable.done()
+        may_sync.set()
+        durable.result(30)
+
+    def test_a_log_that_cannot_be_synced_is_told_to_those_who_wait_for_it(
+        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def failing(_fd: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "fdatasync", failing)
+        note(catalog, "other").result(30)
+        with pytest.raises(StorageError):
+            note(catalog, "durable", durable=True).result(30)
+        monkeypatch.undo()
+        note(catalog, "again", durable=True).result(30)
+
+    def test_the_log_is_moved_into_the_catalog_now_and_then(
+        self, catalog: Catalog, path: Path
+    ) -> None:
+        def bytes_there() -> int:
+            return path.stat().st_size
+
+        before = bytes_there()
+        for number in range(400):
+            note(catalog, f"{number:0500}").result(30)
+        note(catalog, "last", durable=True).result(30)
+        assert bytes_there() > before
 
     def test_without_a_log_every_write_waits_for_the_disk(
         self, path: Path, monkeypatch: pytest.MonkeyPatch

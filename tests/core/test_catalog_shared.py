@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
-from kvvault.catalog import database, operations, schema
+from kvvault.catalog import database, operations, schema, writer
 from kvvault.catalog.catalog import Catalog
 from kvvault.errors import (
     StorageError,
@@ -109,15 +109,15 @@ class Full:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on = True
-        real = database.set_durability
+        real = writer._Pending.run
 
-        def set_durability(connection: Connection, durable: bool) -> None:
-            pages = database.pragma(connection, "page_count")
+        def run(pending: writer._Pending[object], connection: Connection) -> None:
+            pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
             limit = pages if self.on else 1 << 30
-            database.pragma(connection, f"max_page_count={limit}")
-            real(connection, durable)
+            connection.exec_driver_sql(f"PRAGMA max_page_count={limit}")
+            real(pending, connection)
 
-        monkeypatch.setattr("kvvault.catalog.writer.set_durability", set_durability)
+        monkeypatch.setattr(writer._Pending, "run", run)
 
 
 class TestFull:

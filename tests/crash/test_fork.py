@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvvault.errors import ClosedError
+from kvvault.segments.fence import Fence
 from kvvault.vault import Scope, Vault
 from tests.crash.blocks import (
     NAMESPACES,
@@ -165,6 +166,26 @@ def test_forking_under_load_does_not_hold_up_the_parent(path: Path) -> None:
         for pid in children:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def test_a_child_forked_during_recovery_does_not_keep_its_lock(path: Path) -> None:
+    fence = Fence(path / "locks")
+    with fence.exclusive("recovery", 1.0):
+        held = fence.hold("anything")
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(int(PATIENCE_S))
+            while True:
+                time.sleep(1)
+    try:
+        fence.let_go(held)
+        with fence.exclusive("recovery", 0.0), fence.exclusive("anything", 0.0):
+            pass
+        Vault.open(path, options=OPTIONS).close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        fence.close()
 
 
 def test_a_child_that_outlives_a_killed_parent_keeps_nothing_shut(

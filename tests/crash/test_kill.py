@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from kvvault.crypto.providers import FileProvider
-from kvvault.errors import VaultNotFoundError
+from kvvault.errors import VaultExistsError, VaultNotFoundError
 from kvvault.vault import Vault
 from tests.crash.blocks import (
     NAMESPACES,
@@ -298,6 +298,23 @@ def repairing(nursery: Nursery, path: Path, tried: int) -> None:
 @pytest.mark.timeout(600)
 def test_killed_at_steps_of_making_a_vault(nursery: Nursery, place: Path) -> None:
     making(nursery, place, 15)
+
+
+def test_what_a_killed_init_left_does_not_keep_the_next_out(place: Path) -> None:
+    provider = FileProvider.open(place / "key")
+    path = place / "vault"
+    (path / "segments").mkdir(parents=True)
+    (path / ".VAULT.new").write_text('{"kvv')
+    with pytest.raises(VaultNotFoundError):
+        Vault.open(path, options=OPTIONS)
+    (path / "segments" / "something").write_text("of somebody's")
+    with pytest.raises(VaultExistsError):
+        Vault.create(path, provider=provider, options=OPTIONS)
+    (path / "segments" / "something").unlink()
+    Vault.create(path, provider=provider, options=OPTIONS).close()
+    assert modes_ok(path)
+    with pytest.raises(VaultExistsError):
+        Vault.create(path, provider=provider, options=OPTIONS)
 
 
 @pytest.mark.slow

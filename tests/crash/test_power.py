@@ -214,7 +214,7 @@ def test_what_was_synced_is_trusted(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_unsynced_segments_are_synced_in_time(path: Path) -> None:
     """Sealed segments become synced by themselves, all of them with one flush."""
-    options = VaultOptions(segment_bytes=65536, sync_interval_s=0.05)
+    options = VaultOptions(segment_bytes=65536, sync_interval_s=0.05, spare_segments=0)
     with Vault.open(path, options=options) as vault:
         for scope in scopes_of(vault).values():
             n = 2 * 65536 // scope.namespace.block_bytes

@@ -71,7 +71,7 @@ class TierSettings(BaseModel):
     """Tenant of requests that name none (or one that is not listed). null: those are not kept."""
     tenants: tuple[str, ...] = ()
     """Tenants that a request may name."""
-    threads: int = Field(default=4, ge=2, le=64)
+    threads: int = Field(default=16, ge=2, le=64)
     store_queue_mib: int = Field(default=256, ge=1)
     """Stores waiting or under way; they pin CPU-tier memory. Beyond that stores are dropped."""
     load_timeout_s: float = Field(default=10.0, gt=0)
