@@ -32,6 +32,7 @@ from kvvault.segments.store import (
     Staging,
     Wanted,
     batches,
+    cipher_turns,
     open_block,
     read_ciphertext,
 )
@@ -65,6 +66,7 @@ class Reader:
         self._counters = counters
         self._batch_bytes = batch_bytes
         self._local = threading.local()
+        self._turns = cipher_turns()
 
     def get(
         self, block_ids: Sequence[bytes], buffers: Sequence[memoryview], guard: Guard
@@ -141,7 +143,7 @@ class Reader:
     ) -> list[Outcome]:
         outcomes: list[Outcome] = []
         lost = []
-        with self._fence.shared():
+        with self._turns, self._fence.shared():
             self._view.refresh()
             if self._view.segment(segment.number) is not segment:
                 return [Outcome.MISS] * len(wanted)

