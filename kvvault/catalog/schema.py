@@ -24,7 +24,7 @@ from sqlalchemy import (
     Text,
 )
 
-HEAD = "0001"
+HEAD = "0002"
 """Alembic revision that this code reads and writes."""
 
 metadata = MetaData(
@@ -64,8 +64,12 @@ tenants = Table(
     Column("wrapped_index_key", LargeBinary, nullable=False),
     Column("sealed_name", LargeBinary, nullable=False),
     Column("created_at", Float, nullable=False),
+    Column("key_no", Integer, nullable=False, server_default="1"),
 )
-"""`lookup_id` is an HMAC of the name under the vault's lookup key: it finds the row of a tenant
+"""`key_no` grows when a purge replaces the tenant's key: a segment is only added by whoever wrapped
+its secret under the current one.
+
+`lookup_id` is an HMAC of the name under the vault's lookup key: it finds the row of a tenant
 that somebody names, and lists nobody."""
 
 namespaces = Table(
@@ -76,6 +80,19 @@ namespaces = Table(
     Column("facts", Text, nullable=False),
     Column("created_at", Float, nullable=False),
 )
+
+policies = Table(
+    "policies",
+    metadata,
+    Column("policy_no", Integer, primary_key=True, autoincrement=True),
+    Column("digest", LargeBinary, nullable=False),
+    Column("source", Text, nullable=False),
+    Column("applied_at", Float, nullable=False),
+    Column("actor", Text, nullable=False),
+    sqlite_autoincrement=True,
+)
+"""Every policy that was ever applied, word for word; the one with the highest number governs.
+`digest` is the SHA-256 of `source`."""
 
 segments = Table(
     "segments",
@@ -92,6 +109,16 @@ segments = Table(
     Column("synced", Integer, nullable=False, server_default="0"),
     Column("created_at", Float, nullable=False),
     Column("change", Integer, nullable=False),
+    Column("policy_no", Integer),
+    Column("rule", Text, nullable=False, server_default=""),
+    Column("retention_class", Text, nullable=False, server_default=""),
+    Column("delete_by", Float),
+    Column("idle_s", Float),
+    Column("idle_until", Float),
+    Column("keep_until", Float),
+    Column("granted", Integer, nullable=False, server_default="0"),
+    Column("last_used", Float),
+    Column("hits", Integer, nullable=False, server_default="0"),
     CheckConstraint(
         "state IN ('open','sealed','revoked','destroyed','lost')", name="segment_state"
     ),
@@ -101,7 +128,15 @@ segments = Table(
     Index("ix_segments_change", "change"),
     Index("ix_segments_tenant_id", "tenant_id"),
 )
-"""`boot_id`: the kernel's boot in which the segment was written; after another boot, what was not
+"""Times are seconds since the epoch, by the vault's own time (`kvvault.timekeeping`).
+
+`policy_no`, `rule`, `retention_class`: under what it was written. `delete_by`: the ceiling;
+`idle_until`: the sliding deadline, moved by use and never beyond the ceiling; NULL: none.
+`keep_until`: the floor against eviction. `granted`: slots for which space was set aside, checked
+against the cap in the transaction that raised it; once sealed, what `blocks` says. `hits` and
+`last_used`: what engines have reported, seconds late.
+
+`boot_id`: the kernel's boot in which the segment was written; after another boot, what was not
 `synced` is authenticated before it is trusted, because a power loss may have taken its bytes."""
 
 extents = Table(
@@ -122,3 +157,79 @@ extents = Table(
     sqlite_autoincrement=True,
 )
 """AUTOINCREMENT: numbers are never used twice, so "everything after N" misses nothing."""
+
+holds = Table(
+    "holds",
+    metadata,
+    Column("hold_no", Integer, primary_key=True, autoincrement=True),
+    Column("kind", Text, nullable=False),
+    Column("target", LargeBinary, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("placed_at", Float, nullable=False),
+    Column("cleared_at", Float),
+    Column("cleared_by", Text),
+    CheckConstraint("kind IN ('tenant','segment','subject','prompt')", name="hold_kind"),
+    sqlite_autoincrement=True,
+)
+"""Legal holds. `target`: a tenant's or segment's id, or a keyed id of a subject or prompt."""
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("holder", LargeBinary, nullable=False),
+    Column("boot_id", Text, nullable=False),
+    Column("until", Float, nullable=False),
+)
+"""Who runs the jobs. `until`: seconds of CLOCK_BOOTTIME in that boot, which no change of the wall
+clock moves; a lease of another boot has run out."""
+
+job_runs = Table(
+    "job_runs",
+    metadata,
+    Column("run_no", Integer, primary_key=True, autoincrement=True),
+    Column("job", Text, nullable=False),
+    Column("holder", LargeBinary, nullable=False),
+    Column("started_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Column("outcome", Text),
+    Column("detail", Text, nullable=False, server_default=""),
+    CheckConstraint("outcome IN ('ok','failed','abandoned','refused')", name="run_outcome"),
+    Index("ix_job_runs_job", "job"),
+    sqlite_autoincrement=True,
+)
+"""`abandoned`: its process died; whoever took the lease over says so. No personal data in
+`detail`."""
+
+deletions = Table(
+    "deletions",
+    metadata,
+    Column("deletion_no", Integer, primary_key=True, autoincrement=True),
+    Column("trigger", Text, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("segments", Integer, nullable=False),
+    Column("blocks", Integer, nullable=False),
+    Column("data_bytes", Integer, nullable=False),
+    Column("revoked_at", Float, nullable=False),
+    Column("purge_no", Integer, ForeignKey("purges.purge_no")),
+    sqlite_autoincrement=True,
+)
+"""What was revoked, when, by what (`expire`, `evict`, `rm`, `forget`, `compact`), and by which
+purge it became unrecoverable (NULL: not yet)."""
+
+purges = Table(
+    "purges",
+    metadata,
+    Column("purge_no", Integer, primary_key=True, autoincrement=True),
+    Column("started_at", Float, nullable=False),
+    Column("old_epoch", Text, nullable=False),
+    Column("new_epoch", Text, nullable=False),
+    Column("assurance", Text, nullable=False),
+    Column("destroyed_at", Float),
+    Column("verified_at", Float),
+    sqlite_autoincrement=True,
+)
+"""`destroyed_at` NULL: everything is under the new epoch already, and the old one is still to be
+destroyed. `verified_at`: when opening something under it was tried and refused."""

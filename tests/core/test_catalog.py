@@ -115,6 +115,16 @@ class TestMigrations:
         migrate.upgrade(engine)
         assert declared_sql(engine) == before
 
+    def test_blocks_survive_a_change_of_revision_both_ways(self, home: Home) -> None:
+        with home.create() as vault:
+            put(vault, vault.scope("alice", namespace()), keys(10))
+        engine = database.make_engine(home.catalog, write=True)
+        with engine.begin() as connection:
+            command.downgrade(alembic_config(connection), "0001")
+        engine.dispose()
+        with home.open() as vault:
+            assert_hits(vault, vault.scope("alice", namespace()), keys(10))
+
     def test_one_line_of_revisions_that_ends_at_head(self, catalog: Catalog) -> None:
         config = Config()
         config.set_main_option("script_location", str(migrate.migrations_dir()))
