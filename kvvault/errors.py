@@ -5,6 +5,7 @@
     KvvaultError                  exit  when
     ├─ UsageError                    2  the call or command makes no sense as written
     │  ├─ ConfigError                2  a configuration value is unknown or out of range
+    │  │  └─ PolicyError             2  a policy says what makes no sense; names file and line
     │  ├─ NamespaceError             2  a fact that decides whether KV bytes fit is unknown
     │  └─ VaultExistsError           2  asked to create a vault where something already is
     ├─ VaultNotFoundError           10  no vault at this path
@@ -49,12 +50,14 @@ __all__ = [
     "ConfigError",
     "CryptoSelfTestError",
     "FormatError",
+    "HeldError",
     "KeyDestroyedError",
     "KeyUnavailableError",
     "KvvaultError",
     "NamespaceError",
     "OperationCancelledError",
     "PartialError",
+    "PolicyError",
     "StorageError",
     "UnsafeFileError",
     "UnsupportedVersionError",
@@ -97,6 +100,11 @@ class UsageError(KvvaultError):
 
 class ConfigError(UsageError):
     """A configuration value is unknown, contradictory or out of range."""
+
+
+class PolicyError(ConfigError):
+    """A policy, or a test of one, says what makes no sense. The message begins with ``file:line:``
+    and quotes keys, rule names, durations and sizes, never whom or what a rule matches."""
 
 
 class NamespaceError(UsageError):
@@ -178,6 +186,12 @@ class ClosedError(KvvaultError):
 
 class PartialError(KvvaultError):
     """Some of the work was done and some was not; the message counts both parts."""
+
+    exit_code = 3
+
+
+class HeldError(KvvaultError):
+    """A hold protects what was to be deleted."""
 
     exit_code = 3
 
