@@ -22,7 +22,7 @@ from kvvault.policy.document import Match, Policy, Record, Rule
 from kvvault.policy.durations import format_duration
 from kvvault.policy.patterns import matches_any
 
-__all__ = ["Facts", "Tried", "Verdict", "decide", "explain"]
+__all__ = ["Facts", "Tried", "Verdict", "decide", "explain", "verdict_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Tried:
 def decide(policy: Policy, facts: Facts) -> Verdict:
     """The verdict on one request. Never raises: a policy has a rule for everything."""
     base = next(rule for rule in _of_class(policy, None) if not _obstacle(rule.match, facts))
-    verdict = _verdict(base)
+    verdict = verdict_of(base)
     if facts.retention_class is None:
         return verdict
     asked = _of_class(policy, facts.retention_class)
@@ -121,7 +121,8 @@ def _obstacle(match: Match, facts: Facts) -> str:
     return ""
 
 
-def _verdict(rule: Rule) -> Verdict:
+def verdict_of(rule: Rule) -> Verdict:
+    """What a rule gives by itself, when nothing limits it."""
     return _because(
         Verdict(
             persist=rule.persist,
@@ -140,38 +141,32 @@ def _verdict(rule: Rule) -> Verdict:
 
 def _lesser(granted: Rule, base: Rule) -> Verdict:
     """What a class gives: the lesser of its rule and the base, in everything."""
-    if not (granted.persist and base.persist):
-        ceiling = idle = room = None
-        floor, record = 0.0, Record.NONE
-    else:
-        ceiling = _least(granted.delete_by_s, base.delete_by_s)
-        idle = _least(granted.idle_s, base.idle_s)
-        if idle is not None:
-            idle = _least(idle, ceiling)
-        floor = min(granted.keep_at_least_s, base.keep_at_least_s, ceiling or float("inf"))
-        room = _least_bytes(granted.max_bytes, base.max_bytes)
-        record = min(granted.record, base.record, key=lambda kind: kind.extent)
-    verdict = Verdict(
-        persist=granted.persist and base.persist,
+    if not base.persist:
+        return _because(verdict_of(base), f"{_why(base)}; no retention class changes that")
+    own = verdict_of(granted)
+    if not granted.persist:
+        return own
+    ceiling = _least(granted.delete_by_s, base.delete_by_s)
+    idle = _least(granted.idle_s, base.idle_s)
+    if idle is not None and ceiling is not None and idle >= ceiling:
+        idle = None  # the ceiling comes first
+    room = [size for size in (granted.max_bytes, base.max_bytes) if size is not None]
+    verdict = replace(
+        own,
         delete_by_s=ceiling,
         idle_s=idle,
-        keep_at_least_s=floor,
-        max_bytes=room,
-        record=record,
-        retention_class=granted.retention_class or "",
-        rule=granted.name,
-        reason="",
+        keep_at_least_s=min(granted.keep_at_least_s, base.keep_at_least_s),
+        max_bytes=min(room, default=None),
+        record=min(granted.record, base.record, key=lambda kind: kind.extent),
     )
-    unlimited = _verdict(granted)
     limits = [
         name
         for name, got, wanted in (
-            ("persist", verdict.persist, unlimited.persist),
-            ("delete_by", ceiling, unlimited.delete_by_s),
-            ("idle", idle, unlimited.idle_s),
-            ("keep_at_least", floor, unlimited.keep_at_least_s),
-            ("max_bytes", room, unlimited.max_bytes),
-            ("record", record, unlimited.record),
+            ("delete_by", ceiling, own.delete_by_s),
+            ("idle", idle, own.idle_s),
+            ("keep_at_least", verdict.keep_at_least_s, own.keep_at_least_s),
+            ("max_bytes", verdict.max_bytes, own.max_bytes),
+            ("record", verdict.record, own.record),
         )
         if got != wanted
     ]
@@ -182,10 +177,6 @@ def _lesser(granted: Rule, base: Rule) -> Verdict:
 
 
 def _least(*values: float | None) -> float | None:
-    return min((value for value in values if value is not None), default=None)
-
-
-def _least_bytes(*values: int | None) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 

@@ -13,17 +13,14 @@ Errors name file and line, and quote no pattern: patterns can be tenants' names.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, NoReturn
-
-from pydantic import BaseModel, ValidationError
+from typing import Final
 
 from kvvault.policy.durations import format_duration, format_share
-from kvvault.policy.form import MatchForm, PolicyForm, RuleForm, VaultForm
+from kvvault.policy.form import MatchForm, PolicyForm, RuleForm, VaultForm, validated
 from kvvault.policy.patterns import covers
 from kvvault.policy.yamltext import Located, Path, read_yaml
 
@@ -144,7 +141,7 @@ class Policy:
             ``name:line:``.
         """
         located = read_yaml(source, name=name)
-        form = _form(located)
+        form = validated(PolicyForm, located)
         rules = tuple(_rule(index, rule, located) for index, rule in enumerate(form.rules))
         _check_names(rules, located)
         _check_order(rules, located)
@@ -162,60 +159,6 @@ class Policy:
     def classes(self) -> tuple[str, ...]:
         """The retention classes that requests may ask for, sorted."""
         return tuple(sorted({rule.retention_class for rule in self.rules if rule.retention_class}))
-
-
-# -- the form ------------------------------------------------------------------------------------
-
-
-def _form(located: Located) -> PolicyForm:
-    try:
-        return PolicyForm.model_validate(located.value)
-    except ValidationError as error:
-        _refuse_form(error, located)
-
-
-def _refuse_form(error: ValidationError, located: Located) -> NoReturn:
-    """Say the first thing in the file that is wrong."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    first = min(found, key=lambda item: located.line(item["loc"]))
-    path: Path = first["loc"]
-    key = str(path[-1])[:40] if path else ""
-    if first["type"] == "extra_forbidden":
-        known = _keys(path[:-1])
-        close = difflib.get_close_matches(key, known, 1)
-        located.refuse(
-            path,
-            f"unknown key {key!r}",
-            hint=f"did you mean {close[0]!r}?" if close else f"keys here: {', '.join(known)}",
-        )
-    if first["type"] == "missing":
-        located.refuse(path[:-1], f"{key!r} is missing", hint=_why(key))
-    if first["type"] == "too_short":
-        located.refuse(path, "there is no rule", hint="a policy has at least one rule")
-    problem = first["msg"].removeprefix("Value error, ").partition("; ")
-    if first["type"] != "value_error":
-        # pydantic's own words are about Python.
-        located.refuse(path, f"{key!r} is not of the right kind", hint="see docs/policies.md")
-    located.refuse(path, f"{key!r}: {problem[0]}", hint=problem[2] or "see docs/policies.md")
-
-
-def _keys(path: Path) -> list[str]:
-    model: type[BaseModel] = PolicyForm
-    if path[:1] == ("vault",):
-        model = VaultForm
-    elif path[-1:] == ("match",):
-        model = MatchForm
-    elif path[:1] == ("rules",):
-        model = RuleForm
-    return [info.alias or name for name, info in model.model_fields.items()]
-
-
-def _why(key: str) -> str:
-    return {
-        "owner": "every rule names who answers for it",
-        "justification": "every rule says why data is kept so long, or not at all",
-        "kvvault": "begin the file with: kvvault: 1",
-    }.get(key, "see docs/policies.md")
 
 
 # -- rules ---------------------------------------------------------------------------------------

@@ -5,11 +5,19 @@ This is what the JSON schema is made from. What keys mean together is checked in
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from kvvault.policy.durations import (
     DURATION_PATTERN,
@@ -19,6 +27,7 @@ from kvvault.policy.durations import (
     parse_share,
     parse_size,
 )
+from kvvault.policy.yamltext import Located, Path
 
 __all__ = [
     "MAX_RULES",
@@ -27,6 +36,7 @@ __all__ = [
     "RuleForm",
     "VaultForm",
     "schema",
+    "validated",
 ]
 
 MAX_RULES: Final = 256
@@ -154,13 +164,13 @@ RecordWord = Annotated[
 Version = Annotated[str, BeforeValidator(_one_of("1")), WithJsonSchema({"const": 1})]
 
 
-class _Form(BaseModel):
+class Form(BaseModel):
     """Unknown keys are refused (REQ-A3): a misspelled ceiling would be no ceiling."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=False)
 
 
-class MatchForm(_Form):
+class MatchForm(Form):
     """What a rule applies to. All that stands here must hold; of a list, one must."""
 
     tenant: Patterns | None = Field(None, description="Patterns of tenant names.")
@@ -179,7 +189,7 @@ class MatchForm(_Form):
     )
 
 
-class RuleForm(_Form):
+class RuleForm(Form):
     """One rule. The first that matches decides."""
 
     name: Name = Field(description="What the rule is called in reasons, listings and receipts.")
@@ -218,21 +228,30 @@ class RuleForm(_Form):
     justification: Text = Field(description="Why data is kept so long, or not at all.")
 
 
-class VaultForm(_Form):
+class VaultForm(Form):
     """What holds for the whole vault."""
 
     cap: Cap = Field(
-        0.8, description="Most that the vault may take: a size, or a share of its file system."
+        0.8,
+        json_schema_extra={"default": "80%"},
+        description="Most that the vault may take: a size, or a share of its file system.",
     )
     free_floor: Size = Field(
-        1 << 30, description="So much is left free on the file system, whoever else fills it."
+        1 << 30,
+        json_schema_extra={"default": "1GiB"},
+        description="So much is left free on the file system, whoever else fills it.",
     )
     high_watermark: Share = Field(
-        0.95, description="At this share of the cap segments begin to be evicted,"
+        0.95,
+        json_schema_extra={"default": "95%"},
+        description="At this share of the cap segments begin to be evicted,",
     )
-    low_watermark: Share = Field(0.9, description="and no more at this one.")
+    low_watermark: Share = Field(
+        0.9, json_schema_extra={"default": "90%"}, description="and no more at this one."
+    )
     purge_every: Duration = Field(
         86400.0,
+        json_schema_extra={"default": "24h"},
         description="Within this time what was deleted is beyond recovery, if the key provider "
         "destroys keys.",
     )
@@ -246,12 +265,13 @@ class VaultForm(_Form):
     )
     clock_jump: Duration = Field(
         604800.0,
+        json_schema_extra={"default": "7d"},
         description="A clock that jumps ahead by more is asked about before anything expires by "
         "it.",
     )
 
 
-class PolicyForm(_Form):
+class PolicyForm(Form):
     """A retention policy of kvvault; docs/policies.md explains it."""
 
     kvvault: Version = Field(description="Version of the policy language: 1.")
@@ -266,6 +286,94 @@ def schema() -> dict[str, Any]:
     of values; `Policy.parse` also knows what they mean together."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **PolicyForm.model_json_schema(by_alias=True),
+        **_plain(PolicyForm.model_json_schema(by_alias=True)),
         "title": "kvvault retention policy",
     }
+
+
+def _plain(part: Any) -> Any:
+    """Without what is about Python: titles made from names, and nulls, which no file may have."""
+    if isinstance(part, list):
+        return [_plain(item) for item in part if item != {"type": "null"}]
+    if not isinstance(part, dict):
+        return part
+    plain = {
+        key: _plain(value)
+        for key, value in part.items()
+        if not (key == "title" and isinstance(value, str)) and not (key == "default" and not value)
+    }
+    choices = plain.get("anyOf")
+    if isinstance(choices, list) and len(choices) == 1:
+        del plain["anyOf"]
+        plain |= choices[0]
+    return plain
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+_FormT = TypeVar("_FormT", bound=Form)
+
+
+def validated(form: type[_FormT], located: Located) -> _FormT:
+    """A document in its form.
+
+    :raises PolicyError: it is not of that form; says the first thing in the file that is wrong.
+    """
+    try:
+        return form.model_validate(located.value)
+    except ValidationError as error:
+        _refuse(form, error, located)
+
+
+def _refuse(form: type[Form], error: ValidationError, located: Located) -> NoReturn:
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    # An item that is refused makes its list too short, too: the item is what is wrong.
+    inner = [
+        item
+        for item in found
+        if not any(
+            item["loc"] == other["loc"][: len(item["loc"])]
+            for other in found
+            if len(other["loc"]) > len(item["loc"])
+        )
+    ]
+    first = min(inner, key=lambda item: located.line(item["loc"]))
+    path: Path = first["loc"]
+    key = str(path[-1])[:40] if path else ""
+    if first["type"] == "extra_forbidden":
+        known = _keys(form, path[:-1])
+        close = difflib.get_close_matches(key, known, 1)
+        located.refuse(
+            path,
+            f"unknown key {key!r}",
+            hint=f"did you mean {close[0]!r}?" if close else f"keys here: {', '.join(known)}",
+        )
+    if first["type"] == "missing":
+        located.refuse(path[:-1], f"{key!r} is missing", hint=_WHY.get(key, _SEE))
+    if first["type"] == "too_short":
+        located.refuse(path, f"{key!r} is empty", hint="write at least one")
+    if first["type"] == "too_long":
+        located.refuse(path, f"{key!r} has too many entries", hint=_SEE)
+    if first["type"] == "value_error":
+        problem, _, hint = first["msg"].removeprefix("Value error, ").partition("; ")
+        located.refuse(path, f"{key!r}: {problem}", hint=hint or _SEE)
+    # pydantic's own words are about Python.
+    located.refuse(path, f"{key!r} is not what belongs here", hint=_SEE)
+
+
+_SEE: Final = "see docs/policies.md"
+_WHY: Final = {
+    "owner": "every rule names who answers for it",
+    "justification": "every rule says why data is kept so long, or not at all",
+    "kvvault": "begin the file with: kvvault: 1",
+}
+
+
+def _keys(form: type[BaseModel], path: Path) -> list[str]:
+    """The keys that may stand at a place."""
+    for step in path:
+        for name, info in form.model_fields.items():
+            if step == (info.alias or name):
+                inside = [info.annotation, *get_args(info.annotation)]
+                form = next(t for t in inside if isinstance(t, type) and issubclass(t, BaseModel))
+    return [info.alias or name for name, info in form.model_fields.items()]

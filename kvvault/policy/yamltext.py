@@ -1,10 +1,10 @@
 """YAML as policies use it, with the line of everything.
 
 A small part of YAML on purpose. There is one document of mappings, lists and scalars. A plain
-scalar is text, except for ``true``, ``false`` and ``null``: nobody's label ``no`` becomes false and
-nobody's ``12:30`` a number. Refused are anchors and aliases (a few lines of them make gigabytes),
-tags (they make objects), keys that stand twice (one of them would be ignored), and everything too
-long or too deep.
+scalar is text, except for ``true`` and ``false``: nobody's label ``no`` becomes false and nobody's
+``12:30`` a number. Refused are keys without a value, keys that stand twice (one of them would be
+ignored), anchors and aliases (a few lines of them make gigabytes), tags (they make objects), and
+everything too long or too deep.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _MAX_DEPTH: Final = 16
 
 _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The same grammar, ten times as fast where PyYAML was built with libyaml."""
-_WORDS: Final = {"true": True, "false": False, "null": None, "~": None, "": None}
+_WORDS: Final = {"true": True, "false": False}
+_NOTHING: Final = frozenset({"", "~", "null"})
 
 Path = tuple[str | int, ...]
 """Keys and indices that lead to a value."""
-Value = str | bool | None | list["Value"] | dict[str, "Value"]
+Value = str | bool | list["Value"] | dict[str, "Value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,9 @@ class _Reader:
         self._check(event)
         if isinstance(event, yaml.ScalarEvent):
             plain = event.implicit[0]
+            if plain and event.value in _NOTHING:
+                # Taken as "not given", a forgotten pattern would make a rule match everything.
+                self._refuse(_line(event), "no value stands here", "write one, or remove the key")
             return _WORDS.get(event.value, event.value) if plain else event.value
         if depth > _MAX_DEPTH:
             self._refuse(_line(event), "this is nested too deeply", "see docs/policies.md")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvvault.cli.commands import doctor, engine, listing, vault
+from kvvault.cli.commands import doctor, engine, listing, policy, vault
 
 __all__ = ["register_all"]
 
@@ -13,5 +13,6 @@ def register_all(app: typer.Typer) -> None:
     """Add every command to `app`."""
     vault.register(app)
     listing.register(app)
+    policy.register(app)
     doctor.register(app)
     engine.register(app)
