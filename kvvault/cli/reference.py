@@ -103,7 +103,7 @@ def _section(command: Any, context: typer.Context) -> list[str]:
         for record in (option.get_help_record(context) for option in options)
         if record is not None and record[0].split()[0] not in _SETTINGS
     ]
-    if command.name == "ls":
+    if any(option.name == "sort" for option in options):
         lines += _fields()
     if rows:
         lines += ["| | |", "|---|---|"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvvault.cli.commands import doctor, engine, listing, policy, vault
+from kvvault.cli.commands import doctor, engine, jobs, listing, policy, vault
 
 __all__ = ["register_all"]
 
@@ -15,4 +15,5 @@ def register_all(app: typer.Typer) -> None:
     listing.register(app)
     policy.register(app)
     doctor.register(app)
+    jobs.register(app)
     engine.register(app)

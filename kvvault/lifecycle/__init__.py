@@ -1,0 +1,1 @@
+"""What keeps a vault within its policies: values, plans, jobs, and what runs them."""
