@@ -33,6 +33,7 @@ class Counters:
             stored_bytes=report.stored * block_bytes,
             present_blocks=report.present,
             refused_blocks=report.refused,
+            declined_blocks=report.declined,
         )
 
     def __getitem__(self, name: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -162,13 +163,17 @@ class PutReport:
     present: int = 0
     """Already live in the vault (or being stored by another thread); not written again."""
     refused: int = 0
-    """Not stored: the disk, the key provider or the caller's time limit said no."""
+    """Not stored: the disk, the key provider or the caller's time limit said no, or there is no
+    space for them below the vault's cap."""
+    declined: int = 0
+    """Not stored because the policy says that these are not kept."""
 
     def __add__(self, other: PutReport) -> PutReport:
         return PutReport(
             self.stored + other.stored,
             self.present + other.present,
             self.refused + other.refused,
+            self.declined + other.declined,
         )
 
 
@@ -184,10 +189,32 @@ class SegmentFacts:
     block_bytes: int
     blocks: int
     created_at: float
+    """When it was opened, by the vault's own time, as all times here."""
+    policy_no: int | None = None
+    """The policy under which it was written; None before there was one."""
+    rule: str = ""
+    retention_class: str = ""
+    delete_by: float | None = None
+    """The ceiling: at this instant its key is destroyed."""
+    idle_until: float | None = None
+    """The sliding deadline, moved by use; never beyond the ceiling."""
+    keep_until: float | None = None
+    """The floor against eviction."""
+    hits: int = 0
+    """Blocks of it that were loaded, as far as engines have reported it."""
+    last_used: float | None = None
 
     @property
     def data_bytes(self) -> int:
         return self.blocks * self.block_bytes
+
+    @property
+    def deadline(self) -> float:
+        """From when on it is not served; infinite when never."""
+        return min(
+            math.inf if self.delete_by is None else self.delete_by,
+            math.inf if self.idle_until is None else self.idle_until,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from kvvault.segments.store import (
     open_block,
     read_ciphertext,
 )
+from kvvault.timekeeping import VaultTime
 from kvvault.view import LiveSegment, View
 
 log = logging.getLogger(__name__)
@@ -60,10 +61,13 @@ NOWHERE = bytes(16)
 class Reader:
     """Reads blocks. Any number of threads; each has staging memory of its own."""
 
-    def __init__(self, view: View, fence: Fence, counters: Counters, batch_bytes: int) -> None:
+    def __init__(
+        self, view: View, fence: Fence, counters: Counters, time: VaultTime, batch_bytes: int
+    ) -> None:
         self._view = view
         self._fence = fence
         self._counters = counters
+        self._time = time
         self._batch_bytes = batch_bytes
         self._local = threading.local()
         self._turns = cipher_turns()
@@ -75,8 +79,9 @@ class Reader:
         except ABANDONED ones, which are not touched."""
         outcomes: list[Outcome] = [Outcome.MISS] * len(block_ids)
         found: dict[int, list[tuple[int, Location]]] = {}
+        now = self._time.now()
         for i, block_id in enumerate(block_ids):
-            location = self._view.find(block_id)
+            location = self._view.find(block_id, now)
             if location is not None:
                 found.setdefault(location.number, []).append((i, location))
         for number, members in found.items():
@@ -147,6 +152,8 @@ class Reader:
             self._view.refresh()
             if self._view.segment(segment.number) is not segment:
                 return [Outcome.MISS] * len(wanted)
+            if segment.deadline <= self._time.now():
+                return [Outcome.MISS] * len(wanted)  # it came while the disk was read
             if not guard.enter():
                 return [Outcome.ABANDONED] * len(wanted)
             try:
@@ -162,6 +169,9 @@ class Reader:
                         outcomes.append(Outcome.TAMPERED)
             finally:
                 guard.leave()
+        used = [w.slot for w, o in zip(wanted, outcomes, strict=True) if o is Outcome.HIT]
+        if used:
+            segment.use(used, self._time.steady())
         # Only now: nothing inside may wait, not even for a full pipe behind the log.
         if lost:
             self._counters.add(lost=len(lost))

@@ -9,11 +9,10 @@ raise; they are for scheduler threads. Everything else may wait for disk, catalo
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +20,7 @@ from types import TracebackType
 from sqlalchemy import Connection
 
 from kvvault import inventory, layout
-from kvvault.catalog import operations
+from kvvault.catalog import operations, retention
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import TenantRow
 from kvvault.checking import Checker
@@ -29,15 +28,16 @@ from kvvault.counters import Counters
 from kvvault.crypto.keys import TenantKeys
 from kvvault.crypto.providers import open_provider
 from kvvault.crypto.providers.base import KeyProvider, ProviderInfo
+from kvvault.deleting import DeletionPlan, DeletionReport, Eraser
 from kvvault.errors import (
     ClosedError,
     KvvaultError,
-    StorageError,
     UnsafeFileError,
     UsageError,
     VaultLockedError,
     VaultNotFoundError,
 )
+from kvvault.governing import Governed, Governor
 from kvvault.keyring import KeyRing, another_tenants_row
 from kvvault.model import (
     Buffer,
@@ -55,14 +55,18 @@ from kvvault.model import (
     VerifyReport,
 )
 from kvvault.options import VaultOptions
+from kvvault.policy import shipped
+from kvvault.policy.document import Policy
 from kvvault.reading import ALWAYS, NOWHERE, Reader
 from kvvault.recovery import Recovery
 from kvvault.segments.fence import Fence
-from kvvault.segments.format import MAX_BLOCK_BYTES, segment_name
+from kvvault.segments.format import MAX_BLOCK_BYTES
 from kvvault.segments.io import SegmentDir
 from kvvault.segments.store import Progress
+from kvvault.space import Space
+from kvvault.timekeeping import VaultTime
 from kvvault.view import View
-from kvvault.writing import Writer
+from kvvault.writing import Destination, Writer
 
 log = logging.getLogger(__name__)
 
@@ -73,19 +77,40 @@ _IN_USE = "in-use"
 
 _MAX_TOMBSTONES = 10_000
 
+_REPORT_S = 1.0
+"""How often use is reported; sliding deadlines move that late."""
+
+_MARK_S = 10.0
+"""How often the time is noted: a clock that is set back during a restart gains as much."""
+
 
 class Scope:
-    """A tenant and a namespace: where blocks are put and looked for. Made by `Vault.scope`."""
+    """Whose blocks, of which namespace, and by what the policy decides: where blocks are put and
+    looked for. Made by `Vault.scope`. What is found depends on tenant and namespace alone."""
 
-    __slots__ = ("_keys", "namespace", "tenant_id")
+    __slots__ = ("_governed", "_keys", "labels", "namespace", "retention_class", "tenant")
 
-    def __init__(self, tenant: TenantKeys, namespace: Namespace) -> None:
-        self._keys = tenant
-        self.tenant_id = tenant.tenant_id
+    def __init__(
+        self,
+        tenant: str,
+        keys: TenantKeys,
+        namespace: Namespace,
+        labels: Mapping[str, str],
+        retention_class: str | None,
+    ) -> None:
+        self.tenant = tenant
         self.namespace = namespace
+        self.labels = dict(labels)
+        self.retention_class = retention_class
+        self._keys = keys
+        self._governed: Governed | None = None
 
     def __repr__(self) -> str:
         return "<Scope>"
+
+    @property
+    def tenant_id(self) -> bytes:
+        return self._keys.tenant_id
 
     def block_id(self, key: bytes) -> bytes:
         """The id under which the engine's block `key` is kept: 16 bytes. No I/O.
@@ -95,9 +120,19 @@ class Scope:
         """
         return self._keys.block_id(self.namespace.digest, key)
 
-    def segment_keys(self) -> TenantKeys:
-        """The tenant's keys, for the writer."""
-        return self._keys
+    def destination(self, governor: Governor) -> Destination:
+        """Where its blocks go under the policy in force. Asks the policy again when it changed.
+
+        Raises:
+            CatalogError, StorageError: the policy cannot be read.
+        """
+        governed = self._governed
+        if governed is None or governed.policy_no < governor.newest:
+            governed = governor.govern(
+                self.tenant, self.namespace, self.labels, self.retention_class
+            )
+            self._governed = governed
+        return Destination(self._keys, self.namespace, governed)
 
 
 class Vault:
@@ -111,6 +146,7 @@ class Vault:
         options: VaultOptions,
         clock: Clock,
         *,
+        policy: Policy | None = None,
         read_only: bool,
     ) -> None:
         """Not for callers: see `create` and `open`."""
@@ -142,11 +178,30 @@ class Vault:
                 undo.callback(self._ring.close)
                 if not read_only:
                     self._prune_tombstones()
+                    self._ensure_policy(policy)
                 # Tells others that the catalog is in use: nobody may replace it or forget its dead.
                 in_use = self._fence.hold(_IN_USE)
                 undo.callback(self._fence.let_go, in_use)
+                self._governor = Governor(self._catalog)
+                self._time = VaultTime(
+                    clock,
+                    self._catalog.read(retention.get_mark),
+                    self.policy().vault.clock_jump_s,
+                )
                 self._view = View(self._vault_id, self._catalog, self._directory, self._ring)
-                self._reader = Reader(self._view, self._fence, self._counters, options.batch_bytes)
+                self._view.when_policy_changes(self._governor.noticed)
+                self._reader = Reader(
+                    self._view, self._fence, self._counters, self._time, options.batch_bytes
+                )
+                self._eraser = Eraser(
+                    self._catalog,
+                    self._directory,
+                    self._view,
+                    self._fence,
+                    self._ring,
+                    self._time,
+                    options,
+                )
                 if not read_only:
                     self.recovery = Recovery(
                         self._catalog,
@@ -154,6 +209,8 @@ class Vault:
                         layout.boot_id(),
                         self._checker().count_intact,
                     ).run()
+                    self._mark_time()
+                    self._expire_at_opening()
             self._writer = Writer(
                 self._vault_id,
                 self._catalog,
@@ -161,13 +218,15 @@ class Vault:
                 self._view,
                 self._counters,
                 options,
-                clock,
+                self._time,
+                Space(path, self._catalog, self._governor),
             )
             undo.callback(self._writer.close)
             self._view.when_segment_dies(self._writer.segment_died)
             self._view.refresh()
             undo.pop_all()
         self._in_use = in_use
+        self._marked_at = self._time.steady()
         self._watcher = threading.Thread(target=self._watch, name="kvvault-watch", daemon=True)
         self._watcher.start()
 
@@ -179,13 +238,15 @@ class Vault:
         path: Path | str,
         *,
         provider: str | KeyProvider | None = None,
+        policy: Policy | None = None,
         options: VaultOptions | None = None,
         clock: Clock | None = None,
     ) -> Vault:
         """Make a vault in a new or empty directory and open it.
 
         `provider` is a key provider's URI; the default is a new key file below the user's data
-        directory, outside the vault.
+        directory, outside the vault. `policy` is what governs it from the start; the default is
+        the shipped one.
 
         Raises:
             VaultExistsError: there is something at `path` already.
@@ -200,7 +261,7 @@ class Vault:
         keeper = open_provider(provider, create=True) if isinstance(provider, str) else provider
         descriptor = layout.Descriptor(vault_id, keeper.describe().uri)
         layout.build(path, descriptor)
-        return cls._start(path, descriptor, keeper, options, clock, read_only=False)
+        return cls._start(path, descriptor, keeper, options, clock, policy=policy, read_only=False)
 
     @classmethod
     def open(
@@ -245,6 +306,7 @@ class Vault:
         options: VaultOptions | None,
         clock: Clock | None,
         *,
+        policy: Policy | None = None,
         read_only: bool,
     ) -> Vault:
         layout.self_test()
@@ -254,6 +316,7 @@ class Vault:
             provider,
             options or VaultOptions(),
             clock or SystemClock(),
+            policy=policy,
             read_only=read_only,
         )
         warning = vault.key_warning()
@@ -325,6 +388,19 @@ class Vault:
             raise
         return catalog, ring
 
+    def _ensure_policy(self, policy: Policy | None) -> None:
+        """A vault is never without one: a new one starts with `policy` or the shipped default, one
+        of an older kvvault gets the default, from which its segments' deadlines follow."""
+        if self._catalog.read(retention.current_policy) is not None:
+            return
+        first = policy or shipped.load("default")
+        now = self._clock.now()
+        self._catalog.write(
+            lambda c: retention.add_policy(
+                c, digest=first.digest, source=first.source, now=now, actor="kvvault"
+            )
+        )
+
     def _prune_tombstones(self) -> None:
         try:
             with self._fence.exclusive(_IN_USE, timeout=0.0):
@@ -336,8 +412,16 @@ class Vault:
 
     # -- blocks -----------------------------------------------------------------------------------
 
-    def scope(self, tenant: str, namespace: Namespace) -> Scope:
-        """The place of a tenant's blocks in a namespace; makes the tenant when it is new.
+    def scope(
+        self,
+        tenant: str,
+        namespace: Namespace,
+        *,
+        labels: Mapping[str, str] | None = None,
+        retention_class: str | None = None,
+    ) -> Scope:
+        """The place of a tenant's blocks in a namespace; makes the tenant when it is new. `labels`
+        and `retention_class` are what the policy decides by, besides, for blocks put through it.
 
         Raises:
             UsageError: not a usable tenant name (empty, longer than 256 characters, control
@@ -363,7 +447,8 @@ class Vault:
             self._catalog.write(lambda c: operations.add_namespace(c, namespace, self._clock.now()))
         if row is None:
             raise UsageError("the vault has no such tenant", hint="see `kvvault ls tenants`")
-        return Scope(self._ring.named(row, tenant), namespace)
+        keys = self._ring.named(row, tenant)
+        return Scope(tenant, keys, namespace, labels or {}, retention_class)
 
     def _add_tenant(self, name: str) -> TenantRow:
         made, opened = self._ring.create_tenant(name)
@@ -377,8 +462,9 @@ class Vault:
     def contains(self, scope: Scope, keys: Sequence[bytes]) -> list[bool]:
         """Which blocks are here, as this process knew when it last looked (at most
         `VaultOptions.poll_interval_s` ago). Memory only: never blocks, never raises."""
+        now = self._time.now()
         try:
-            return [self._view.find(scope.block_id(key)) is not None for key in keys]
+            return [self._view.find(scope.block_id(key), now) is not None for key in keys]
         except ClosedError:
             return [False] * len(keys)
 
@@ -408,9 +494,16 @@ class Vault:
         views = _flat(scope, keys, buffers, writable=False)
         try:
             ids = [scope.block_id(key) for key in keys]
-        except ClosedError:
+            to = scope.destination(self._governor)
+        except KvvaultError as exc:
+            if not isinstance(exc, ClosedError):
+                log.warning("blocks are not stored: %s", exc)
+            self._counters.put(PutReport(refused=len(keys)), scope.namespace.block_bytes)
             return PutReport(refused=len(keys))
-        return self._writer.put(scope.segment_keys(), scope.namespace, ids, views, guard or ALWAYS)
+        if not to.governed.verdict.persist:
+            self._counters.put(PutReport(declined=len(keys)), scope.namespace.block_bytes)
+            return PutReport(declined=len(keys))
+        return self._writer.put(to, ids, views, guard or ALWAYS)
 
     def get(
         self,
@@ -438,89 +531,105 @@ class Vault:
 
     # -- deletion ---------------------------------------------------------------------------------
 
-    def delete_segments(self, segment_ids: Sequence[bytes]) -> int:
-        """Destroy segments; returns how many lived. When it returns, no process serves their blocks
-        any more, and their keys are gone from the catalog.
+    def plan_expired(self) -> DeletionPlan:
+        """What is past its deadline."""
+        self._check_open()
+        return self._eraser.plan_expired()
+
+    def plan_segments(self, segment_ids: Sequence[bytes]) -> DeletionPlan:
+        """What deleting these segments would do."""
+        self._check_open()
+        return self._eraser.plan_segments(segment_ids)
+
+    def plan_tenant(self, tenant: str) -> DeletionPlan | None:
+        """What forgetting a tenant would do; None when there is none of that name.
 
         Raises:
-            VaultLockedError: a stopped process is in the middle of publishing a load; the segments
-                are revoked all the same.
-            StorageError, CatalogError.
-        """
-        ids = list(segment_ids)
-        return self._delete(lambda c: (operations.revoke_segments(c, ids), ids), lambda: ids)
-
-    def forget(self, tenant: str) -> int:
-        """Destroy a tenant's key and with it everything of the tenant; returns its live segments.
-
-        Raises: as `delete_segments`.
             WrongKeyError: the catalog was altered: it leads from this name to another tenant.
         """
         self._check_open()
         name_id = self._ring.name_id(tenant)
         row = self._catalog.read(lambda c: operations.find_tenant(c, name_id))
         if row is None:
-            return 0
-        tenant_id = row.tenant_id
+            return None
         try:
             name = self._ring.name(row)
         except KvvaultError:
             name = tenant  # keys that cannot be had are no reason not to destroy them
         if name != tenant:
             raise another_tenants_row()
+        return self._eraser.plan_tenant(row.tenant_id)
 
-        def revoke(connection: Connection) -> tuple[int, list[bytes]]:
-            ids = operations.forget_tenant(connection, tenant_id)
-            return len(ids), ids
-
-        def doomed() -> list[bytes]:
-            return [f.segment_id for f in self.segments() if f.tenant_id == tenant_id]
-
-        return self._delete(revoke, doomed, tenant_id)
-
-    def _delete(
-        self,
-        revoke: Callable[[Connection], tuple[int, list[bytes]]],
-        doomed: Callable[[], list[bytes]],
-        tenant_id: bytes | None = None,
-    ) -> int:
+    def execute(
+        self, plan: DeletionPlan, *, actor: str = "kvvault", reason: str = ""
+    ) -> DeletionReport:
+        """See `kvvault.deleting.Eraser.execute`."""
         self._check_open()
-        try:
-            count, ids = self._catalog.write(revoke)
-        except StorageError as exc:
-            if exc.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            # A full disk must not keep what is to be erased: it makes the room to write it down.
-            # If that fails again, the blocks are gone and the next to open the vault notes it.
-            self._discard(doomed())
-            count, ids = self._catalog.write(revoke)
-        if tenant_id is not None:  # only now: had the write failed, the tenant would live on
-            self._ring.drop(tenant_id)
-        self._view.refresh()
-        self._view.drop(ids)
-        self._fence.drain(self.options.lock_timeout_s)
-        kept = self._discard(ids)
-        self._catalog.write(
-            lambda c: operations.finish_deletion(c, [i for i in ids if i not in kept])
-        )
-        self._catalog.empty_log()
-        if kept:
-            raise StorageError(
-                f"{len(kept)} files of deleted segments cannot be removed (they are unreadable)",
-                hint="look at the vault's segments directory; opening the vault tries again",
-            )
-        return count
+        return self._eraser.execute(plan, actor=actor, reason=reason)
 
-    def _discard(self, segment_ids: Sequence[bytes]) -> set[bytes]:
-        """Remove the files of segments; returns those whose files are still there."""
-        kept = set()
-        for segment_id in segment_ids:
-            try:
-                self._directory.discard(segment_name(segment_id))
-            except StorageError as exc:
-                log.error("the file of a deleted segment stays: %s", exc)
-                kept.add(segment_id)
-        return kept
+    def delete_segments(self, segment_ids: Sequence[bytes]) -> int:
+        """Destroy segments, but for those that a hold keeps; returns how many went. When it
+        returns, no process serves their blocks any more, and their keys are gone from the catalog.
+
+        Raises: as `kvvault.deleting.Eraser.execute`.
+        """
+        return self.execute(self.plan_segments(segment_ids)).segments
+
+    def forget(self, tenant: str) -> int:
+        """Destroy a tenant's key and with it everything of the tenant; returns its live segments.
+
+        Raises: as `delete_segments`, and HeldError, WrongKeyError.
+        """
+        plan = self.plan_tenant(tenant)
+        return 0 if plan is None else self.execute(plan).segments
+
+    def expire(self) -> DeletionReport:
+        """Destroy what is past its deadline.
+
+        Raises: as `delete_segments`.
+        """
+        return self.execute(self.plan_expired(), reason="deadline")
+
+    def _expire_at_opening(self) -> None:
+        plan = self._eraser.plan_expired()
+        if plan.segments:
+            log.info(
+                "%d segments (%d blocks) are past their deadline and go now",
+                len(plan.segments),
+                plan.blocks,
+            )
+            self._eraser.execute(plan, actor="kvvault", reason="deadline, at opening")
+
+    # -- policy and time --------------------------------------------------------------------------
+
+    def policy(self) -> Policy:
+        """The policy in force.
+
+        Raises:
+            CatalogError, StorageError: it cannot be read.
+        """
+        return self._governor.current()[1]
+
+    @property
+    def time(self) -> VaultTime:
+        """The vault's own time."""
+        return self._time
+
+    def accept_clock(self) -> float:
+        """Say that the machine's clock is right although it is far ahead; by how many seconds.
+
+        Raises:
+            StorageError, CatalogError.
+        """
+        self._check_open()
+        ahead, wall = self._time.ahead_s, self._clock.now()
+        self._catalog.write(lambda c: retention.raise_mark(c, wall))
+        self._time.adopt(wall)
+        return ahead
+
+    def _mark_time(self) -> None:
+        now = self._time.steady()
+        self._catalog.submit(lambda c: retention.raise_mark(c, now))
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -581,12 +690,31 @@ class Vault:
     def _watch(self) -> None:
         """Follow other processes while nothing else does. A catalog that cannot be read now is read
         the next time; loads notice by themselves."""
+        next_report = self._clock.monotonic() + _REPORT_S
         while not self._stop.wait(self.options.poll_interval_s):
             try:
                 self._view.refresh()
                 self._view.drop_forgotten_tenants()
+                self._writer.close_windows()
+                if not self.read_only and self._clock.monotonic() >= next_report:
+                    next_report = self._clock.monotonic() + _REPORT_S
+                    self._report()
             except Exception as exc:  # noqa: BLE001 - a damaged row must not end this thread
                 log.debug("the catalog could not be read: %s", type(exc).__name__)
+
+    def _report(self) -> None:
+        """Tell the catalog what was used and how late it is, follow what it says of the clock."""
+        uses = self._view.take_uses()
+        if uses:
+            self._catalog.submit(lambda c: retention.note_use(c, uses))
+        self._time.set_jump(self.policy().vault.clock_jump_s)
+        if self._time.suspect:
+            mark = self._catalog.read(retention.get_mark)
+            if mark is not None:
+                self._time.adopt(mark)
+        if self._marked_at + _MARK_S <= self._time.steady():
+            self._marked_at = self._time.steady()
+            self._mark_time()
 
     def _checker(self) -> Checker:
         return Checker(

@@ -11,6 +11,7 @@ lock.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from functools import partial
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import SegmentRow
+from kvvault.catalog.retention import Use
 from kvvault.crypto import keys
 from kvvault.crypto.aead import SegmentCipher
 from kvvault.crypto.keys import WrappedSegment
@@ -30,17 +32,38 @@ from kvvault.segments.io import SegmentDir, SegmentFile
 from kvvault.segments.store import Place, Records
 
 _MAX_OPEN_FILES = 256
+_MAX_USES = 255
 
 
 class LiveSegment:
     """One readable segment."""
 
-    __slots__ = ("_cipher", "_dead", "_lock", "_wrapped", "number", "place", "records")
+    __slots__ = (
+        "_cipher",
+        "_dead",
+        "_hits",
+        "_last_used",
+        "_lock",
+        "_used",
+        "_wrapped",
+        "deadline",
+        "number",
+        "place",
+        "records",
+        "slides",
+    )
 
     def __init__(self, number: int, place: Place, wrapped: WrappedSegment) -> None:
         self.number = number
         self.place = place
         self.records = Records()
+        self.deadline = math.inf
+        """Not served from then on. Written under the view's lock, read by anybody."""
+        self.slides = False
+        """Whether use moves its deadline."""
+        self._used = bytearray()
+        self._hits = 0
+        self._last_used = 0.0
         self._wrapped = wrapped
         self._cipher: SegmentCipher | None = None
         self._dead = False
@@ -77,6 +100,38 @@ class LiveSegment:
             tenant, self._wrapped, self.place.segment_id, self.place.namespace_digest
         )
 
+    def follow(self, row: SegmentRow) -> None:
+        """Take over what may change of a live segment. Called under the view's lock."""
+        self.deadline = row.facts.deadline
+        self.slides = row.idle_s is not None
+        if row.wrapped_secret is not None:
+            self._wrapped = WrappedSegment(row.wrapped_secret, row.commitment)
+
+    def use(self, slots: Sequence[int], now: float) -> None:
+        """Blocks of it were loaded. Counted per slot in this process, saturating."""
+        with self._lock:
+            highest = max(slots) + 1
+            if len(self._used) < highest:
+                self._used.extend(bytes(highest - len(self._used)))
+            for slot in slots:
+                self._used[slot] = min(self._used[slot] + 1, _MAX_USES)
+            self._hits += len(slots)
+            self._last_used = max(self._last_used, now)
+
+    def take_use(self) -> Use | None:
+        """What was used since the last call; None when nothing was."""
+        with self._lock:
+            if not self._hits:
+                return None
+            use = Use(self.place.segment_id, self._hits, self._last_used)
+            self._hits = 0
+            return use
+
+    def uses(self) -> bytes:
+        """How often each slot was loaded by this process, up to the last that was."""
+        with self._lock:
+            return bytes(self._used)
+
     def close(self) -> None:
         """Drop the key. Waits for nobody."""
         with self._lock:
@@ -110,6 +165,7 @@ class View:
         self._files: OrderedDict[int, SegmentFile] = OrderedDict()
         self._files_lock = threading.Lock()
         self._on_death: Callable[[bytes], None] = lambda _segment_id: None
+        self._on_policy: Callable[[int], None] = lambda _policy_no: None
         self._closed = False
         self._bereaved: set[bytes] = set()
 
@@ -117,11 +173,30 @@ class View:
         """Have `callback` called, under the view's lock, with each segment that ceases to live."""
         self._on_death = callback
 
+    def when_policy_changes(self, callback: Callable[[int], None]) -> None:
+        """Have `callback` called, under the view's lock, with the number of the policy in force."""
+        self._on_policy = callback
+
     # -- reading ----------------------------------------------------------------------------------
 
-    def find(self, block_id: bytes) -> Location | None:
-        """Where a block is, as of the last refresh. Lock-free; scheduler thread."""
-        return self._index.find(block_id)
+    def find(self, block_id: bytes, now: float) -> Location | None:
+        """Where a block is that may be served at `now`, as of the last refresh. Lock-free;
+        scheduler thread."""
+        location = self._index.find(block_id)
+        if location is None:
+            return None
+        segment = self._by_number.get(location.number)
+        return None if segment is None or segment.deadline <= now else location
+
+    def take_uses(self) -> list[Use]:
+        """What of live segments was used since the last call."""
+        with self._lock:
+            segments = list(self._by_number.values())
+        return [use for segment in segments if (use := segment.take_use()) is not None]
+
+    def segment_by_id(self, segment_id: bytes) -> LiveSegment | None:
+        """A live segment, as of the last refresh."""
+        return self._by_id.get(segment_id)
 
     def segment(self, number: int) -> LiveSegment | None:
         """A live segment by its number, as of the last refresh."""
@@ -218,10 +293,13 @@ class View:
                 if row.facts.state.live:
                     if known is None:
                         self._enter(row)
+                    else:
+                        known.follow(row)
                 elif known is not None:
                     self._forget(known)
                     self._on_death(row.facts.segment_id)
             self._add_extents(delta.extents)
+            self._on_policy(delta.policy_no)
 
     def _enter(self, row: SegmentRow) -> None:
         if row.wrapped_secret is None or row.facts.tenant_id is None or not row.well_formed:
@@ -235,6 +313,7 @@ class View:
         )
         wrapped = WrappedSegment(row.wrapped_secret, row.commitment)
         segment = LiveSegment(self._next_number, place, wrapped)
+        segment.follow(row)
         self._next_number += 1
         self._by_number[segment.number] = segment
         self._by_id[place.segment_id] = segment

@@ -30,17 +30,21 @@ from kvvault import layout
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import SegmentGoneError
+from kvvault.catalog.space import NoSpaceError
 from kvvault.counters import Counters
 from kvvault.crypto import keys
 from kvvault.crypto.aead import SegmentCipher, random_id
 from kvvault.crypto.keys import TenantKeys, WrappedSegment
 from kvvault.errors import ClosedError, KvvaultError, StorageError
-from kvvault.model import Clock, Guard, Namespace, PutReport
+from kvvault.governing import Governed
+from kvvault.model import Guard, Namespace, PutReport
 from kvvault.options import VaultOptions
 from kvvault.sealing import Sealer
 from kvvault.segments.format import MAX_SLOTS, segment_name
 from kvvault.segments.io import SegmentDir, SegmentFile
 from kvvault.segments.store import OpenSegment, Place, Staging, batches, cipher_turns
+from kvvault.space import Space
+from kvvault.timekeeping import VaultTime
 from kvvault.view import View
 
 log = logging.getLogger(__name__)
@@ -48,11 +52,21 @@ log = logging.getLogger(__name__)
 _NEW_FILE_ATTEMPTS = 5
 """Recovery elsewhere can only take a new file in the microsecond before it is locked."""
 
-_ScopeKey = tuple[bytes, bytes]
+_ScopeKey = tuple[object, ...]
 
 
-def _scope_of(segment: OpenSegment) -> _ScopeKey:
-    return segment.place.tenant_id, segment.place.namespace_digest
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where blocks go: whose, of which namespace, and under what."""
+
+    tenant: TenantKeys
+    namespace: Namespace
+    governed: Governed
+
+    @property
+    def key(self) -> _ScopeKey:
+        """Blocks with equal keys share segments."""
+        return self.tenant.tenant_id, self.namespace.digest, *self.governed.key
 
 
 @dataclass(slots=True)
@@ -74,7 +88,8 @@ class Writer:
         view: View,
         counters: Counters,
         options: VaultOptions,
-        clock: Clock,
+        time: VaultTime,
+        space: Space,
     ) -> None:
         self._vault_id = vault_id
         self._catalog = catalog
@@ -82,7 +97,8 @@ class Writer:
         self._view = view
         self._counters = counters
         self._options = options
-        self._clock = clock
+        self._time = time
+        self._space = space
         self._boot_id = layout.boot_id()
         self._lock = threading.Lock()
         self._closed = False
@@ -91,12 +107,13 @@ class Writer:
         # Open segments by id: idle ones, least recently used first, and those a thread writes to.
         self._idle: OrderedDict[bytes, OpenSegment] = OrderedDict()
         self._busy: dict[bytes, OpenSegment] = {}
+        self._keys: dict[bytes, _ScopeKey] = {}
         self._in_flight: set[bytes] = set()
         self._local = threading.local()
         self._turns = cipher_turns()
         self._growing: dict[_ScopeKey, _Growing] = {}
         self._sealer = Sealer(catalog, directory, options)
-        self._wanted: queue.SimpleQueue[tuple[TenantKeys, Namespace] | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[Destination | None] = queue.SimpleQueue()
         self._spares_coming: set[_ScopeKey] = set()
         self._spare_maker = threading.Thread(
             target=self._make_spares, name="kvvault-spare", daemon=True
@@ -107,8 +124,7 @@ class Writer:
 
     def put(
         self,
-        tenant: TenantKeys,
-        namespace: Namespace,
+        to: Destination,
         block_ids: Sequence[bytes],
         buffers: Sequence[memoryview],
         guard: Guard,
@@ -121,11 +137,11 @@ class Writer:
         try:
             report = PutReport(present=len(block_ids) - len(fresh))
             commits: list[tuple[OpenSegment, int, Future[None]]] = []
-            for batch in batches(len(fresh), namespace.block_bytes, self._options.batch_bytes):
+            block_bytes = to.namespace.block_bytes
+            for batch in batches(len(fresh), block_bytes, self._options.batch_bytes):
                 chosen = [fresh[i] for i in batch]
                 report += self._put_batch(
-                    tenant,
-                    namespace,
+                    to,
                     [block_ids[i] for i in chosen],
                     [buffers[i] for i in chosen],
                     guard,
@@ -144,7 +160,7 @@ class Writer:
         finally:
             with self._lock:
                 self._in_flight -= ours
-        self._counters.put(report, namespace.block_bytes)
+        self._counters.put(report, to.namespace.block_bytes)
         return report
 
     def _refresh(self) -> None:
@@ -157,9 +173,10 @@ class Writer:
         """The positions of blocks that are neither live nor being stored by anybody here."""
         fresh: list[int] = []
         ours: set[bytes] = set()
+        now = self._time.now()
         with self._lock:
             for i, block_id in enumerate(block_ids):
-                if block_id not in self._in_flight and self._view.find(block_id) is None:
+                if block_id not in self._in_flight and self._view.find(block_id, now) is None:
                     fresh.append(i)
                     ours.add(block_id)
                     self._in_flight.add(block_id)
@@ -167,8 +184,7 @@ class Writer:
 
     def _put_batch(
         self,
-        tenant: TenantKeys,
-        namespace: Namespace,
+        to: Destination,
         block_ids: Sequence[bytes],
         buffers: Sequence[memoryview],
         guard: Guard,
@@ -178,7 +194,7 @@ class Writer:
         with self._lock:
             self._working += 1
         try:
-            return self._put_pieces(tenant, namespace, block_ids, buffers, guard, commits)
+            return self._put_pieces(to, block_ids, buffers, guard, commits)
         finally:
             with self._lock:
                 self._working -= 1
@@ -186,8 +202,7 @@ class Writer:
 
     def _put_pieces(
         self,
-        tenant: TenantKeys,
-        namespace: Namespace,
+        to: Destination,
         block_ids: Sequence[bytes],
         buffers: Sequence[memoryview],
         guard: Guard,
@@ -196,9 +211,18 @@ class Writer:
         done = 0
         while done < len(block_ids):
             try:
-                segment = self._check_out(tenant, namespace)
+                segment = self._check_out(to)
             except KvvaultError as exc:
                 log.warning("blocks are not stored: %s", exc)
+                return PutReport(refused=len(block_ids) - done)
+            try:
+                self._claim_space(segment, to, len(block_ids) - done)
+            except KvvaultError as exc:
+                if not isinstance(exc, NoSpaceError):  # those are counted, and come in storms
+                    log.warning("blocks are not stored: %s", exc)
+                if isinstance(exc, SegmentGoneError):
+                    segment.retired = True
+                self._check_in(segment)
                 return PutReport(refused=len(block_ids) - done)
             piece = slice(done, done + min(segment.room, len(block_ids) - done))
             count = piece.stop - piece.start
@@ -220,20 +244,33 @@ class Writer:
             finally:
                 self._check_in(segment)
             if self._options.spare_segments and segment.next_slot * 2 > segment.capacity:
-                self._want_spares(tenant, namespace)
+                self._want_spares(to)
             commits.append((segment, count, commit))
             done = piece.stop
         return PutReport()
 
+    def _claim_space(self, segment: OpenSegment, to: Destination, wanted: int) -> None:
+        if segment.room >= min(wanted, segment.capacity - segment.next_slot):
+            return
+        least = min(wanted, segment.capacity - segment.next_slot) - segment.room
+        segment.granted = self._space.claim(
+            segment.place.segment_id,
+            segment.granted,
+            segment.capacity,
+            segment.place.block_bytes,
+            to.governed.verdict.max_bytes,
+            least=least,
+        )
+
     # -- open segments ----------------------------------------------------------------------------
 
-    def _check_out(self, tenant: TenantKeys, namespace: Namespace) -> OpenSegment:
+    def _check_out(self, to: Destination) -> OpenSegment:
         """An open segment with room that no other thread uses; new ones when there is none.
 
         Raises:
             KvvaultError: new ones cannot be made.
         """
-        scope = (tenant.tenant_id, namespace.digest)
+        scope = to.key
         segment = self._take_idle(scope)
         if segment is not None:
             return segment
@@ -245,7 +282,7 @@ class Writer:
             with growing.lock:
                 segment = self._take_idle(scope)
                 if segment is None:
-                    made = self._new_segments(tenant, namespace, growing.waiting)
+                    made = self._new_segments(to, growing.waiting)
                     segment = made.pop()
                     with self._lock:
                         self._busy[segment.place.segment_id] = segment
@@ -255,15 +292,17 @@ class Writer:
             with self._lock:
                 growing.waiting -= 1
 
-    def _want_spares(self, tenant: TenantKeys, namespace: Namespace) -> None:
-        scope = (tenant.tenant_id, namespace.digest)
+    def _want_spares(self, to: Destination) -> None:
         with self._lock:
-            if scope in self._spares_coming or self._closed:
+            if to.key in self._spares_coming or self._closed:
                 return
-            if any(not s.next_slot and _scope_of(s) == scope for s in self._idle.values()):
+            if any(
+                not segment.next_slot and self._keys.get(segment_id) == to.key
+                for segment_id, segment in self._idle.items()
+            ):
                 return
-            self._spares_coming.add(scope)
-        self._wanted.put((tenant, namespace))
+            self._spares_coming.add(to.key)
+        self._wanted.put(to)
 
     def _make_spares(self) -> None:
         while self._make_spares_once():
@@ -275,14 +314,13 @@ class Writer:
         wanted = self._wanted.get()
         if wanted is None:
             return False
-        tenant, namespace = wanted
         made: list[OpenSegment] = []
         try:
-            made = self._new_segments(tenant, namespace, self._options.spare_segments)
+            made = self._new_segments(wanted, self._options.spare_segments)
         except KvvaultError as exc:
             log.debug("no segments are made in advance: %s", exc)
         with self._lock:
-            self._spares_coming.discard((tenant.tenant_id, namespace.digest))
+            self._spares_coming.discard(wanted.key)
             # At the old end: what is in use already comes first, and these are sealed first when
             # too many are open.
             for segment in made:
@@ -294,18 +332,18 @@ class Writer:
                 finished.append(self._idle.popitem(last=False)[1])
             if closed:
                 self._idle.clear()
-        for segment in finished:
-            self._sealer.seal(segment)
+        self._seal(finished)
         return True
 
     def _take_idle(self, scope: _ScopeKey) -> OpenSegment | None:
         with self._lock:
             if self._closed:
                 raise ClosedError("the vault is closed", hint="open it again")
-            for segment in reversed(self._idle.values()):
-                if _scope_of(segment) == scope:
-                    del self._idle[segment.place.segment_id]
-                    self._busy[segment.place.segment_id] = segment
+            now = self._time.now()
+            for segment_id, segment in reversed(self._idle.items()):
+                if self._keys.get(segment_id) == scope and now < segment.closes_at:
+                    del self._idle[segment_id]
+                    self._busy[segment_id] = segment
                     return segment
         return None
 
@@ -313,25 +351,38 @@ class Writer:
         finished: list[OpenSegment] = []
         with self._lock:
             self._busy.pop(segment.place.segment_id, None)
-            if segment.room <= 0 or segment.retired or self._closed:
+            if segment.full or segment.retired or self._closed:
                 finished.append(segment)
             else:
                 self._idle[segment.place.segment_id] = segment
                 while len(self._idle) > self._options.max_open_segments:
                     finished.append(self._idle.popitem(last=False)[1])
-        for done in finished:
-            self._sealer.seal(done)
+        self._seal(finished)
 
-    def _new_segments(
-        self, tenant: TenantKeys, namespace: Namespace, count: int
-    ) -> list[OpenSegment]:
+    def _seal(self, segments: Sequence[OpenSegment]) -> None:
+        for segment in segments:
+            self._keys.pop(segment.place.segment_id, None)
+            self._sealer.seal(segment)
+
+    def close_windows(self) -> None:
+        """Seal the segments that take no more blocks because their time for it is over."""
+        now = self._time.now()
+        with self._lock:
+            over = [segment for segment in self._idle.values() if segment.closes_at <= now]
+            for segment in over:
+                del self._idle[segment.place.segment_id]
+        self._seal(over)
+
+    def _new_segments(self, to: Destination, count: int) -> list[OpenSegment]:
         """Make `count` segments with one durable commit. Each has a key and a place of its own.
 
         Their files come first, empty and locked, so that recovery in another process sees an owner
         from the start; the rows are durable before a file gets its first byte (REQ-C5).
         """
         made: list[tuple[bytes, SegmentFile, WrappedSegment, SegmentCipher]] = []
-        now = self._clock.now()
+        tenant, namespace = to.tenant, to.namespace
+        now = self._time.steady()
+        terms = to.governed.terms(now, tenant)
 
         def add(connection: Connection) -> None:
             for segment_id, _file, wrapped, _cipher in made:
@@ -344,6 +395,7 @@ class Writer:
                     commitment=wrapped.commitment,
                     boot_id=self._boot_id,
                     now=now,
+                    terms=terms,
                 )
 
         try:
@@ -358,7 +410,10 @@ class Writer:
                 with contextlib.suppress(KvvaultError):
                     self._directory.unlink(file.name)
             raise
-        capacity = max(1, min(self._options.segment_bytes // namespace.block_bytes, MAX_SLOTS))
+        size = to.governed.segment_bytes or self._options.segment_bytes
+        capacity = max(1, min(size // namespace.block_bytes, MAX_SLOTS))
+        for segment_id, _file, _wrapped, _cipher in made:
+            self._keys[segment_id] = to.key
         return [
             OpenSegment(
                 Place(
@@ -371,6 +426,7 @@ class Writer:
                 cipher,
                 file,
                 capacity,
+                closes_at=to.governed.closes_at(now),
             )
             for segment_id, file, _wrapped, cipher in made
         ]
@@ -393,7 +449,7 @@ class Writer:
             segment.retired = True
             idle = self._idle.pop(segment.place.segment_id, None)
         if idle is not None:
-            self._sealer.seal(idle)
+            self._seal([idle])
         # Otherwise the thread that has it checked out seals it when it gives it back.
 
     def segment_died(self, segment_id: bytes) -> None:

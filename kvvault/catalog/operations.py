@@ -8,6 +8,7 @@ bytes they are.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ from kvvault.segments.format import MAX_BLOCK_BYTES, MAX_SLOTS, Extent
 
 _IN_MAX = 500  # ids per IN (...); SQLite allows 32766 parameters, short statements cache better
 _DIGEST_BYTES = 32
-_LIVE = (SegmentState.OPEN.value, SegmentState.SEALED.value)
+LIVE = (SegmentState.OPEN.value, SegmentState.SEALED.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class TenantRow:
     wrapped_index_key: bytes
     sealed_name: bytes
     created_at: float
+    key_no: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,9 @@ class SegmentRow:
     boot_id: str
     synced: bool
     change: int
+    idle_s: float | None = None
+    granted: int = 0
+    sealed_labels: bytes | None = None
 
     @property
     def well_formed(self) -> bool:
@@ -88,6 +93,27 @@ class Delta:
     extents: Sequence[Extent]
     change: int
     extent_no: int
+    policy_no: int
+    """Number of the policy in force; 0 when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Under what a segment is written. Times are absolute."""
+
+    policy_no: int | None = None
+    rule: str = ""
+    retention_class: str = ""
+    sealed_labels: bytes | None = None
+    delete_by: float | None = None
+    idle_s: float | None = None
+    keep_until: float | None = None
+
+    def idle_until(self, used_at: float) -> float | None:
+        """The sliding deadline of what was last used then."""
+        if self.idle_s is None:
+            return None
+        return min(used_at + self.idle_s, math.inf if self.delete_by is None else self.delete_by)
 
 
 class SegmentGoneError(CatalogError):
@@ -121,7 +147,7 @@ def get_meta(connection: Connection, name: str) -> bytes | None:
         raise _corrupt("a value") from exc
 
 
-def _next_change(connection: Connection) -> int:
+def next_change(connection: Connection) -> int:
     # Above every number in use even when the counter was lost or set back: other processes look
     # only for larger numbers, and would go on serving a segment whose revocation got a smaller one.
     newest = select(func.coalesce(func.max(t.segments.c.change), 0) + 1).scalar_subquery()
@@ -189,6 +215,7 @@ def _tenant(row: Row[tuple[object, ...]]) -> TenantRow:
             _blob(m["wrapped_index_key"]),
             _blob(m["sealed_name"]),
             float(m["created_at"]),
+            int(m["key_no"]),
         )
     except (TypeError, ValueError) as exc:
         raise _corrupt("a tenant") from exc
@@ -216,7 +243,7 @@ def list_namespaces(connection: Connection) -> list[NamespaceFacts]:
     s = t.segments.c
     live = (
         select(s.namespace, func.count(), func.sum(s.blocks), func.sum(s.blocks * s.block_bytes))
-        .where(s.state.in_(_LIVE))
+        .where(s.state.in_(LIVE))
         .group_by(s.namespace)
     )
     usage = {
@@ -249,13 +276,16 @@ def add_segment(
     commitment: bytes,
     boot_id: str,
     now: float,
+    terms: Terms = Terms(),
+    key_no: int = 1,
 ) -> None:
     """Insert an open segment. Its key is durable when the transaction is (REQ-C5).
 
     Raises:
-        SegmentGoneError: the tenant does not exist any more.
+        SegmentGoneError: the tenant does not exist any more, or its key was replaced.
     """
-    if get_tenant(connection, tenant_id) is None:
+    tenant = get_tenant(connection, tenant_id)
+    if tenant is None or tenant.key_no != key_no:
         raise SegmentGoneError
     connection.execute(
         insert(t.segments).values(
@@ -269,7 +299,15 @@ def add_segment(
             blocks=0,
             boot_id=boot_id,
             created_at=now,
-            change=_next_change(connection),
+            change=next_change(connection),
+            policy_no=terms.policy_no,
+            rule=terms.rule,
+            retention_class=terms.retention_class,
+            sealed_labels=terms.sealed_labels,
+            delete_by=terms.delete_by,
+            idle_s=terms.idle_s,
+            idle_until=terms.idle_until(now),
+            keep_until=terms.keep_until,
         )
     )
 
@@ -290,6 +328,7 @@ _NEW_SEGMENTS = str(
     .order_by(t.segments.c.change)
     .compile(dialect=sqlite_dialect())
 )
+_NEWEST_POLICY = "SELECT coalesce(max(policy_no), 0) FROM policies"
 _NEW_EXTENTS = """
     SELECT segment_id, first_slot, block_ids, nonces, tags, extent_no FROM extents
     WHERE extent_no > ? ORDER BY extent_no
@@ -320,10 +359,10 @@ def seal_segment(connection: Connection, segment_id: bytes) -> int | None:
     connection.execute(
         update(t.segments)
         .where(s.segment_id == segment_id, s.state == SegmentState.OPEN.value)
-        .values(state=SegmentState.SEALED.value, change=_next_change(connection))
+        .values(state=SegmentState.SEALED.value, granted=s.blocks, change=next_change(connection))
     )
     row = connection.execute(
-        select(s.blocks).where(s.segment_id == segment_id, s.state.in_(_LIVE))
+        select(s.blocks).where(s.segment_id == segment_id, s.state.in_(LIVE))
     ).first()
     return None if row is None else int(row[0])
 
@@ -331,7 +370,7 @@ def seal_segment(connection: Connection, segment_id: bytes) -> int | None:
 def mark_synced(connection: Connection, segment_ids: Sequence[bytes]) -> None:
     """Note that the bytes of sealed segments are on the disk."""
     s = t.segments.c
-    for ids in _chunks(segment_ids):
+    for ids in chunks(segment_ids):
         connection.execute(
             update(t.segments)
             .where(s.segment_id.in_(ids), s.state == SegmentState.SEALED.value)
@@ -349,20 +388,20 @@ def revoke_segments(
     Nothing about single blocks is touched here, so the cost does not depend on their number.
     """
     s = t.segments.c
-    change = _next_change(connection)
+    change = next_change(connection)
     return sum(
         connection.execute(
             update(t.segments)
-            .where(s.segment_id.in_(ids), s.state.in_(_LIVE))
+            .where(s.segment_id.in_(ids), s.state.in_(LIVE))
             .values(state=state.value, wrapped_secret=None, change=change)
         ).rowcount
-        for ids in _chunks(segment_ids)
+        for ids in chunks(segment_ids)
     )
 
 
 def drop_extents(connection: Connection, segment_ids: Iterable[bytes]) -> None:
     """Delete what the catalog knows of the segments' blocks. They must not be live any more."""
-    for ids in _chunks(segment_ids):
+    for ids in chunks(segment_ids):
         connection.execute(delete(t.extents).where(t.extents.c.segment_id.in_(ids)))
 
 
@@ -370,7 +409,7 @@ def finish_deletion(connection: Connection, segment_ids: Sequence[bytes]) -> Non
     """Turn revoked segments, whose files are gone, into tombstones."""
     s = t.segments.c
     drop_extents(connection, segment_ids)
-    for ids in _chunks(segment_ids):
+    for ids in chunks(segment_ids):
         connection.execute(
             update(t.segments)
             .where(s.segment_id.in_(ids), s.state == SegmentState.REVOKED.value)
@@ -393,26 +432,9 @@ def keep_prefix(connection: Connection, segment_id: bytes, blocks: int) -> int:
     connection.execute(
         update(t.segments)
         .where(t.segments.c.segment_id == segment_id)
-        .values(blocks=left, change=_next_change(connection))
+        .values(blocks=left, change=next_change(connection))
     )
     return left
-
-
-def forget_tenant(connection: Connection, tenant_id: bytes) -> list[bytes]:
-    """Destroy a tenant's keys and revoke its segments; returns the segments whose files remain.
-
-    Deleting the tenant's row alone makes everything of it unreadable: its key is in no other place.
-    """
-    s = t.segments.c
-    ids: list[bytes] = [
-        r[0]
-        for r in connection.execute(
-            select(s.segment_id).where(s.tenant_id == tenant_id, s.state.in_(_LIVE))
-        )
-    ]
-    revoke_segments(connection, ids)
-    connection.execute(delete(t.tenants).where(t.tenants.c.tenant_id == tenant_id))
-    return ids
 
 
 def get_segment(connection: Connection, segment_id: bytes) -> SegmentRow | None:
@@ -444,7 +466,8 @@ def changes_since(connection: Connection, change: int, extent_no: int) -> Delta:
         extents += _extent(fields)
         extent_no = int(str(number))
     newest = max((segment.change for segment in segments), default=change)
-    return Delta(segments, extents, newest, extent_no)
+    rows, _ = direct(connection, _NEWEST_POLICY)
+    return Delta(segments, extents, newest, extent_no, int(str(rows[0][0])))
 
 
 def list_extents(connection: Connection, segment_id: bytes) -> list[Extent]:
@@ -481,18 +504,29 @@ def _segment(m: Mapping[str, Any] | RowMapping) -> SegmentRow:
                 block_bytes=int(m["block_bytes"]),
                 blocks=int(m["blocks"]),
                 created_at=float(m["created_at"]),
+                policy_no=_optional_int(m["policy_no"]),
+                rule=str(m["rule"]),
+                retention_class=str(m["retention_class"]),
+                delete_by=_optional_time(m["delete_by"]),
+                idle_until=_optional_time(m["idle_until"]),
+                keep_until=_optional_time(m["keep_until"]),
+                hits=int(m["hits"]),
+                last_used=_optional_time(m["last_used"]),
             ),
             wrapped_secret=None if m["wrapped_secret"] is None else _blob(m["wrapped_secret"]),
             commitment=_blob(m["commitment"]),
             boot_id=str(m["boot_id"]),
             synced=bool(m["synced"]),
             change=int(m["change"]),
+            idle_s=_optional_time(m["idle_s"]),
+            granted=int(m["granted"]),
+            sealed_labels=None if m["sealed_labels"] is None else _blob(m["sealed_labels"]),
         )
     except (TypeError, ValueError, OverflowError) as exc:
         raise _corrupt("a segment") from exc
 
 
-def _chunks(ids: Iterable[bytes]) -> Iterable[list[bytes]]:
+def chunks(ids: Iterable[bytes]) -> Iterable[list[bytes]]:
     every = list(ids)
     return (every[i : i + _IN_MAX] for i in range(0, len(every), _IN_MAX))
 
@@ -506,6 +540,23 @@ def _blob(value: object) -> bytes:
     if not isinstance(value, bytes):
         raise TypeError("not a blob")
     return value
+
+
+def _optional_int(value: object) -> int | None:
+    return None if value is None else int(str(value))
+
+
+def _optional_time(value: object) -> float | None:
+    """
+    Raises:
+        ValueError: no finite number: a deadline that is none would never come.
+    """
+    if value is None:
+        return None
+    number = float(str(value))
+    if not math.isfinite(number):
+        raise ValueError("not a time")
+    return number
 
 
 def _corrupt(what: str) -> CatalogCorruptError:

@@ -112,6 +112,7 @@ segments = Table(
     Column("policy_no", Integer),
     Column("rule", Text, nullable=False, server_default=""),
     Column("retention_class", Text, nullable=False, server_default=""),
+    Column("sealed_labels", LargeBinary),
     Column("delete_by", Float),
     Column("idle_s", Float),
     Column("idle_until", Float),
@@ -130,8 +131,10 @@ segments = Table(
 )
 """Times are seconds since the epoch, by the vault's own time (`kvvault.timekeeping`).
 
-`policy_no`, `rule`, `retention_class`: under what it was written. `delete_by`: the ceiling;
-`idle_until`: the sliding deadline, moved by use and never beyond the ceiling; NULL: none.
+`policy_no`, `rule`, `retention_class`: under what it was written. `sealed_labels`: the labels it
+was decided by, JSON encrypted under the tenant's key, so that another policy can be asked about it.
+`delete_by`: the ceiling; `idle_until`: the sliding deadline, moved by use and never beyond the
+ceiling; NULL: none.
 `keep_until`: the floor against eviction. `granted`: slots for which space was set aside, checked
 against the cap in the transaction that raised it; once sealed, what `blocks` says. `hits` and
 `last_used`: what engines have reported, seconds late.

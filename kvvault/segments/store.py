@@ -17,6 +17,7 @@ each with a `Staging` of its own.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -86,13 +87,22 @@ class OpenSegment:
     file: SegmentFile
     capacity: int
     """Slots at which the segment is full."""
+    closes_at: float = math.inf
+    """When its window ends and it takes no more blocks; the vault's own time."""
+    granted: int = 0
+    """Slots for which space was set aside; nothing is written beyond them."""
     next_slot: int = 0
     retired: bool = False
-    """Takes no more blocks: full, failed or deleted."""
+    """Takes no more blocks: failed or deleted."""
 
     @property
     def room(self) -> int:
-        return self.capacity - self.next_slot
+        """Slots that may be written now."""
+        return min(self.granted, self.capacity) - self.next_slot
+
+    @property
+    def full(self) -> bool:
+        return self.next_slot >= self.capacity
 
     def seal_batch(
         self, block_ids: Sequence[bytes], blocks: Sequence[memoryview], staging: Staging

@@ -21,6 +21,7 @@ _SEGMENT_COLUMNS: tuple[tuple[str, sa.types.TypeEngine[object], str | None], ...
     ("policy_no", sa.Integer(), None),
     ("rule", sa.Text(), ""),
     ("retention_class", sa.Text(), ""),
+    ("sealed_labels", sa.LargeBinary(), None),
     ("delete_by", sa.Float(), None),
     ("idle_s", sa.Float(), None),
     ("idle_until", sa.Float(), None),

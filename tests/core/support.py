@@ -132,7 +132,7 @@ class Home:
 
 def segment_of(vault: Vault, scope: Scope, block_key: bytes) -> bytes | None:
     """Id of the segment in which a vault would look for a block."""
-    location = vault._view.find(scope.block_id(block_key))
+    location = vault._view.find(scope.block_id(block_key), 0.0)
     if location is None:
         return None
     segment = vault._view.segment(location.number)

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
-from kvvault.catalog import operations, schema
+from kvvault.catalog import operations, retention, schema
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import SegmentGoneError, TenantRow
 from kvvault.errors import CatalogCorruptError
@@ -71,6 +71,12 @@ def segment(catalog: Catalog, segment_id: bytes = ONE) -> operations.SegmentRow:
 def slots(catalog: Catalog, segment_id: bytes = ONE) -> list[tuple[int, int]]:
     found = catalog.read(lambda c: operations.list_extents(c, segment_id))
     return [(e.first_slot, e.count) for e in found]
+
+
+def forget(connection: Connection) -> retention.Revoked:
+    return retention.forget_tenant(
+        connection, TENANT.tenant_id, now=1.0, actor="test", reason="test"
+    )
 
 
 class TestExtents:
@@ -181,7 +187,7 @@ class TestSegments:
         assert (row.facts.state, row.wrapped_secret) == (SegmentState.DESTROYED, None)
 
     def test_req_c5_none_without_its_tenant(self, catalog: Catalog) -> None:
-        catalog.write(lambda c: operations.forget_tenant(c, TENANT.tenant_id))
+        catalog.write(forget)
         with pytest.raises(SegmentGoneError):
             catalog.write(lambda c: add_segment(c, b"3" * 16, TENANT.tenant_id))
         catalog.write(lambda c: add_segment(c, b"3" * 16, OTHER.tenant_id))
@@ -200,7 +206,9 @@ class TestSegments:
     def test_many_ids_at_once(self, catalog: Catalog) -> None:
         ids = [n.to_bytes(16, "big") for n in range(520)]
         copies = (
-            "INSERT INTO segments SELECT ?, tenant_id, namespace, state, wrapped_secret, "
+            "INSERT INTO segments (segment_id, tenant_id, namespace, state, wrapped_secret, "
+            "commitment, block_bytes, blocks, boot_id, synced, created_at, change) "
+            "SELECT ?, tenant_id, namespace, state, wrapped_secret, "
             "commitment, block_bytes, blocks, boot_id, synced, created_at, change "
             "FROM segments WHERE segment_id = ?"
         )
@@ -220,8 +228,8 @@ class TestTenants:
     def test_req_k1_forgetting_takes_keys_and_nothing_of_others(self, catalog: Catalog) -> None:
         add(catalog, extent(ONE, 0))
         add(catalog, extent(TWO, 0))
-        forgotten = catalog.write(lambda c: operations.forget_tenant(c, TENANT.tenant_id))
-        assert forgotten == [ONE]
+        forgotten = catalog.write(forget)
+        assert forgotten.segment_ids == (ONE,)
         assert catalog.read(lambda c: operations.find_tenant(c, TENANT.lookup_id)) is None
         assert catalog.read(lambda c: operations.get_tenant(c, OTHER.tenant_id)) == OTHER
         row = segment(catalog)

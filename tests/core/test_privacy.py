@@ -244,7 +244,13 @@ class TestCanary:
             scope = vault.scope(TENANT, namespace())
             put(vault, scope, keys(10))
             buffers = dirty(2)
-            objects += [vault, scope, scope.segment_keys(), vault._ring, vault._writer]
+            objects += [
+                vault,
+                scope,
+                scope.destination(vault._governor).tenant,
+                vault._ring,
+                vault._writer,
+            ]
             objects += [vault.get(scope, keys(2), buffers), vault.stats(), vault.counters()]
             objects += [vault.provider_info(), vault.key_warning(), vault.verify()]
             objects += [*vault.segments(), *vault.namespaces(), vault.recovery, vault.options]
@@ -310,7 +316,7 @@ class TestCanary:
         with home.create() as vault:
             scope = vault.scope("alice", namespace())
             put(vault, scope, keys(4))
-            tenant_keys = scope.segment_keys()
+            tenant_keys = scope.destination(vault._governor).tenant
             assert any(tenant_keys._tenant_key)
         assert not any(tenant_keys._tenant_key)
         assert not any(tenant_keys._index_key)

@@ -54,7 +54,7 @@ def by_segment(home: Home) -> dict[str, list[bytes]]:
     with home.open(read_only=True) as vault:
         scope = vault.scope("alice", namespace())
         for n in range(40):
-            location = vault._view.find(scope.block_id(key(n)))
+            location = vault._view.find(scope.block_id(key(n)), 0.0)
             if location is not None:
                 segment = vault._view.segment(location.number)
                 assert segment is not None

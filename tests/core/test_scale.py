@@ -39,7 +39,9 @@ def populate(vault: Vault, count: int) -> list[bytes]:
     for start in range(0, count, SEGMENT):
         blocks = min(SEGMENT, count - start)
         segment_id = random_id()
-        wrapped, _ = hierarchy.new_segment(scope.segment_keys(), segment_id, namespace().digest)
+        wrapped, _ = hierarchy.new_segment(
+            scope.destination(vault._governor).tenant, segment_id, namespace().digest
+        )
         extents = [
             Extent(
                 segment_id,
@@ -98,8 +100,8 @@ def test_design_5_opening_a_million_blocks(
         assert vault.recovery.clean
         assert vault._view.blocks == MILLION
         for block_id in sample:
-            assert vault._view.find(block_id) is not None
-        assert vault._view.find(bytes(16)) is None
+            assert vault._view.find(block_id, 0.0) is not None
+        assert vault._view.find(bytes(16), 0.0) is None
         size = vault.stats().index_bytes
         vault.close()
     assert size <= 128 * MILLION
@@ -136,13 +138,13 @@ def test_design_5_expiring_does_not_depend_on_the_number_of_blocks(
         sample = populate(vault, 200_000)
         ids = [s.segment_id for s in vault.segments()]
         vault.refresh()
-        assert all(vault._view.find(block_id) for block_id in sample)
+        assert all(vault._view.find(block_id, 0.0) for block_id in sample)
         start = time.perf_counter()
         changed = vault._catalog.write(lambda c: operations.revoke_segments(c, ids))
         took = time.perf_counter() - start
         assert changed == len(ids)
         vault.refresh()
-        assert not any(vault._view.find(block_id) for block_id in sample)
+        assert not any(vault._view.find(block_id, 0.0) for block_id in sample)
         assert vault._catalog.read(lambda c: len(operations.list_extents(c, ids[0]))) > 0
         assert vault.delete_segments(ids) == 0
     with home.open() as vault:

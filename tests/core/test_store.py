@@ -43,7 +43,7 @@ def segment(directory: SegmentDir) -> OpenSegment:
     file = directory.create("x.seg")
     assert file is not None
     cipher = SegmentCipher(SECRET, PLACE.segment_id, may_seal=True)
-    return OpenSegment(PLACE, cipher, file, capacity=8)
+    return OpenSegment(PLACE, cipher, file, capacity=8, granted=8)
 
 
 def store(segment: OpenSegment, count: int) -> Extent:

@@ -118,11 +118,11 @@ class TestDeletion:
     ) -> None:
         put(vault, scope, keys(3))
 
-        def full(*_args: object) -> None:
+        def full(*_args: object, **_named: object) -> None:
             raise StorageError("cannot write", hint="free some space")
 
         with monkeypatch.context() as patch:
-            patch.setattr("kvvault.catalog.operations.forget_tenant", full)
+            patch.setattr("kvvault.catalog.retention.forget_tenant", full)
             with pytest.raises(StorageError):
                 vault.forget("alice")
         assert_hits(vault, scope, keys(3))
@@ -282,6 +282,11 @@ class TestSeveralHandles:
             put(one, here, keys(4))
             two.refresh()
             assert_hits(two, there, keys(4))
+            # Once sealed, nobody but the deletion has anything to do with its file.
+            until = time.monotonic() + 60
+            while one.segments()[0].state is not SegmentState.SEALED:
+                assert time.monotonic() < until
+                time.sleep(0.005)
             with monkeypatch.context() as patch:
                 for name in ("unlink", "discard"):
                     patch.setattr(f"kvvault.segments.io.SegmentDir.{name}", lambda *_: True)

@@ -110,7 +110,7 @@ class _Load:
         for i in range(len(NAMESPACES)):
             inside = []
             for n in self.numbers:
-                at = self.vault._view.find(self.scopes[FLEETING, i].block_id(key_of(n)))
+                at = self.vault._view.find(self.scopes[FLEETING, i].block_id(key_of(n)), 0.0)
                 segment = None if at is None else self.vault._view.segment(at.number)
                 if segment is not None and segment.place.segment_id in ids:
                     inside.append(n)

@@ -355,7 +355,7 @@ def test_a_tampered_block_is_a_miss(home: Home) -> None:
         victim = next(n for n in names[2:7] if segment_of(vault, scope, n) is not None)
         segment, location = (
             segment_of(vault, scope, victim),
-            vault._view.find(scope.block_id(victim)),
+            vault._view.find(scope.block_id(victim), 0.0),
         )
     assert segment is not None
     assert location is not None

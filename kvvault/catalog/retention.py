@@ -1,0 +1,293 @@
+"""Deadlines, use, holds, policies and deletions in the catalog, one function per transaction step;
+see `kvvault.catalog.operations`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    and_,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.dialects.sqlite import insert as upsert
+
+from kvvault.catalog import operations
+from kvvault.catalog import schema as t
+from kvvault.catalog.operations import LIVE, next_change
+from kvvault.model import SegmentFacts
+
+_TIME_MARK = "time_mark_ms"
+_NEVER = 1e300
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What an engine used of a segment since it last said so."""
+
+    segment_id: bytes
+    hits: int
+    last_used: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRow:
+    """A policy as it was applied."""
+
+    policy_no: int
+    digest: bytes
+    source: str
+    applied_at: float
+    actor: str
+
+
+# -- time ----------------------------------------------------------------------------------------
+
+
+def raise_mark(connection: Connection, time: float) -> None:
+    """Remember that the vault's time has come this far."""
+    statement = upsert(t.counters).values(name=_TIME_MARK, value=math.ceil(time * 1000))
+    connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=["name"],
+            set_={"value": func.max(t.counters.c.value, statement.excluded.value)},
+        )
+    )
+
+
+def get_mark(connection: Connection) -> float | None:
+    """The highest time that was remembered; None in a vault that never told one."""
+    row = connection.execute(
+        select(t.counters.c.value).where(t.counters.c.name == _TIME_MARK)
+    ).first()
+    return None if row is None else int(row[0]) / 1000
+
+
+# -- use and deadlines ---------------------------------------------------------------------------
+
+
+def note_use(connection: Connection, uses: Sequence[Use]) -> None:
+    """Add to what is known of live segments' use, and move sliding deadlines, of which other
+    processes are told. One that has passed is not moved: use revives nothing."""
+    s = t.segments.c
+    for use in uses:
+        row = update(t.segments).where(s.segment_id == use.segment_id, s.state.in_(LIVE))
+        connection.execute(
+            row.values(
+                hits=s.hits + use.hits,
+                last_used=func.max(func.coalesce(s.last_used, 0.0), use.last_used),
+            )
+        )
+        slides = row.where(s.idle_s.is_not(None), s.idle_until > use.last_used)
+        moved = func.min(func.coalesce(s.delete_by, _NEVER), s.idle_s + use.last_used)
+        connection.execute(
+            slides.where(moved > s.idle_until).values(
+                idle_until=moved, change=next_change(connection)
+            )
+        )
+
+
+def past_deadline(now: float) -> ColumnElement[bool]:
+    """Live segments whose time has come."""
+    s = t.segments.c
+    return and_(s.state.in_(LIVE), or_(s.delete_by <= now, s.idle_until <= now))
+
+
+def next_deadline(connection: Connection) -> float | None:
+    """When the next segment that nobody holds is to be destroyed."""
+    s = t.segments.c
+    first = func.min(
+        func.min(func.coalesce(s.delete_by, _NEVER), func.coalesce(s.idle_until, _NEVER))
+    )
+    found = connection.execute(select(first).where(s.state.in_(LIVE), ~held())).scalar()
+    return None if found is None or float(found) >= _NEVER else float(found)
+
+
+# -- holds ---------------------------------------------------------------------------------------
+
+
+def held() -> ColumnElement[bool]:
+    """Segments that a hold protects."""
+    s, h = t.segments.c, t.holds.c
+    return exists(
+        select(h.hold_no).where(
+            h.cleared_at.is_(None),
+            or_(
+                and_(h.kind == "tenant", h.target == s.tenant_id),
+                and_(h.kind == "segment", h.target == s.segment_id),
+            ),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A live segment, and whether a hold keeps it."""
+
+    facts: SegmentFacts
+    held: bool
+
+
+def _candidates(connection: Connection, where: ColumnElement[bool]) -> list[Candidate]:
+    rows = operations.list_segments(connection, where)
+    kept = {
+        bytes(row[0])
+        for row in connection.execute(select(t.segments.c.segment_id).where(where, held()))
+    }
+    return [Candidate(row.facts, row.facts.segment_id in kept) for row in rows]
+
+
+def expired(connection: Connection, now: float) -> list[Candidate]:
+    """Live segments whose time has come."""
+    return _candidates(connection, past_deadline(now))
+
+
+def live_among(connection: Connection, segment_ids: Sequence[bytes]) -> list[Candidate]:
+    """Those of these segments that live."""
+    s = t.segments.c
+    return [
+        one
+        for ids in operations.chunks(segment_ids)
+        for one in _candidates(connection, and_(s.segment_id.in_(ids), s.state.in_(LIVE)))
+    ]
+
+
+def live_of_tenant(connection: Connection, tenant_id: bytes) -> list[Candidate]:
+    """A tenant's live segments."""
+    s = t.segments.c
+    return _candidates(connection, and_(s.tenant_id == tenant_id, s.state.in_(LIVE)))
+
+
+def tenant_held(connection: Connection, tenant_id: bytes) -> bool:
+    """Whether a hold on the tenant as such is in force."""
+    h = t.holds.c
+    statement = select(h.hold_no).where(
+        h.cleared_at.is_(None), h.kind == "tenant", h.target == tenant_id
+    )
+    return connection.execute(statement).first() is not None
+
+
+# -- deletions -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """What a transaction took the keys of."""
+
+    segment_ids: tuple[bytes, ...] = ()
+    blocks: int = 0
+    data_bytes: int = 0
+    held: int = 0
+    """Segments that a hold kept."""
+    refused: bool = False
+    """Nothing was done, because of a hold."""
+
+
+def revoke(
+    connection: Connection,
+    segment_ids: Sequence[bytes],
+    *,
+    trigger: str,
+    now: float,
+    actor: str,
+    reason: str,
+    expired_by: float | None = None,
+) -> Revoked:
+    """Destroy the wrapped keys of those of these segments that live and that no hold keeps; with
+    `expired_by`, only of those whose deadline has come by then. Writes it down."""
+    s = t.segments.c
+    ids: list[bytes] = []
+    blocks = data_bytes = kept = 0
+    for chunk in operations.chunks(segment_ids):
+        where = and_(s.segment_id.in_(chunk), s.state.in_(LIVE))
+        if expired_by is not None:
+            where = and_(where, past_deadline(expired_by))
+        free = connection.execute(
+            select(s.segment_id, s.blocks, s.block_bytes).where(where, ~held())
+        ).all()
+        kept += int(
+            connection.execute(
+                select(func.count()).select_from(t.segments).where(where, held())
+            ).scalar_one()
+        )
+        ids += [bytes(row[0]) for row in free]
+        blocks += sum(int(row[1]) for row in free)
+        data_bytes += sum(int(row[1]) * int(row[2]) for row in free)
+    if ids:
+        operations.revoke_segments(connection, ids)
+        connection.execute(
+            insert(t.deletions).values(
+                trigger=trigger,
+                actor=actor,
+                reason=reason,
+                segments=len(ids),
+                blocks=blocks,
+                data_bytes=data_bytes,
+                revoked_at=now,
+            )
+        )
+    return Revoked(tuple(ids), blocks, data_bytes, kept)
+
+
+def forget_tenant(
+    connection: Connection, tenant_id: bytes, *, now: float, actor: str, reason: str
+) -> Revoked:
+    """Destroy a tenant's keys and revoke all it has, unless a hold keeps any of it.
+
+    Deleting the tenant's row alone makes everything of it unreadable: its key is in no other place.
+    """
+    found = live_of_tenant(connection, tenant_id)
+    kept = sum(one.held for one in found)
+    if kept or tenant_held(connection, tenant_id):
+        return Revoked(held=kept, refused=True)
+    done = revoke(
+        connection,
+        [one.facts.segment_id for one in found],
+        trigger="forget",
+        now=now,
+        actor=actor,
+        reason=reason,
+    )
+    connection.execute(delete(t.tenants).where(t.tenants.c.tenant_id == tenant_id))
+    return done
+
+
+# -- policies ------------------------------------------------------------------------------------
+
+
+def add_policy(
+    connection: Connection, *, digest: bytes, source: str, now: float, actor: str
+) -> int:
+    """Put a policy in force; its number."""
+    result = connection.execute(
+        insert(t.policies)
+        .values(digest=digest, source=source, applied_at=now, actor=actor)
+        .returning(t.policies.c.policy_no)
+    )
+    return int(result.scalar_one())
+
+
+def current_policy(connection: Connection) -> PolicyRow | None:
+    """The policy in force; None in a catalog that never had one."""
+    row = connection.execute(
+        select(t.policies).order_by(t.policies.c.policy_no.desc()).limit(1)
+    ).first()
+    if row is None:
+        return None
+    m = row._mapping
+    return PolicyRow(
+        int(m["policy_no"]),
+        bytes(m["digest"]),
+        str(m["source"]),
+        float(m["applied_at"]),
+        str(m["actor"]),
+    )

@@ -1,0 +1,235 @@
+"""Deletion: one path for everything that takes blocks away, whoever asks (promises 4, 5 and 11).
+
+A plan says what would go and what a hold keeps; executing it asks the catalog again, in the same
+transaction that takes the keys away, because a hold may have been placed or a deadline moved since.
+
+The order: the wrapped keys leave the catalog (from then on nothing new opens) → this process's view
+follows → the fence is passed, so every load that had looked before is over → files are emptied and
+unlinked → the rows become tombstones → SQLite's log is emptied. What is left for somebody with the
+raw disk and the current root key ends with the next purge.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+from sqlalchemy import Connection
+
+from kvvault.catalog import operations, retention
+from kvvault.catalog.catalog import Catalog
+from kvvault.errors import HeldError, StorageError
+from kvvault.keyring import KeyRing
+from kvvault.model import SegmentFacts
+from kvvault.options import VaultOptions
+from kvvault.segments.fence import Fence
+from kvvault.segments.format import segment_name
+from kvvault.segments.io import SegmentDir
+from kvvault.timekeeping import VaultTime
+from kvvault.view import View
+
+log = logging.getLogger(__name__)
+
+
+class Trigger(StrEnum):
+    """Why something is deleted."""
+
+    EXPIRE = "expire"
+    """Its deadline has come."""
+    EVICT = "evict"
+    """Space is needed."""
+    REMOVE = "rm"
+    """Somebody asked for it."""
+    FORGET = "forget"
+    """Somebody asked for everything of a tenant."""
+    COMPACT = "compact"
+    """What of it lives on was written to another segment."""
+    POLICY = "policy"
+    """The policy in force says that it is not kept at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeletionPlan:
+    """What a deletion would do. Nothing has happened yet."""
+
+    trigger: Trigger
+    segments: tuple[SegmentFacts, ...]
+    """What would go."""
+    held: tuple[SegmentFacts, ...] = ()
+    """What a hold keeps."""
+    tenant_id: bytes | None = None
+    """The tenant that would be forgotten."""
+
+    @property
+    def blocks(self) -> int:
+        return sum(facts.blocks for facts in self.segments)
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(facts.data_bytes for facts in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class DeletionReport:
+    """What was done."""
+
+    trigger: Trigger
+    segments: int
+    blocks: int
+    data_bytes: int
+    held_segments: int
+    """What would have gone, but for a hold."""
+    revoked_at: float
+    """When it became unreadable through kvvault."""
+
+
+class Eraser:
+    """Plans and executes. Any thread; `execute` may take as long as a load that is being published,
+    and a flush of the disk."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        directory: SegmentDir,
+        view: View,
+        fence: Fence,
+        ring: KeyRing,
+        time: VaultTime,
+        options: VaultOptions,
+    ) -> None:
+        self._catalog = catalog
+        self._directory = directory
+        self._view = view
+        self._fence = fence
+        self._ring = ring
+        self._time = time
+        self._options = options
+
+    # -- plans ------------------------------------------------------------------------------------
+
+    def plan_expired(self) -> DeletionPlan:
+        """Everything whose deadline has come."""
+        now = self._time.steady()
+        return self._plan(Trigger.EXPIRE, partial(retention.expired, now=now))
+
+    def plan_segments(
+        self, segment_ids: Sequence[bytes], trigger: Trigger = Trigger.REMOVE
+    ) -> DeletionPlan:
+        """These, as far as they live."""
+        return self._plan(trigger, partial(retention.live_among, segment_ids=segment_ids))
+
+    def plan_tenant(self, tenant_id: bytes) -> DeletionPlan:
+        """A tenant and everything it has."""
+        return self._plan(
+            Trigger.FORGET, partial(retention.live_of_tenant, tenant_id=tenant_id), tenant_id
+        )
+
+    def _plan(
+        self,
+        trigger: Trigger,
+        find: Callable[[Connection], list[retention.Candidate]],
+        tenant_id: bytes | None = None,
+    ) -> DeletionPlan:
+        found = self._catalog.read(find)
+        return DeletionPlan(
+            trigger,
+            tuple(one.facts for one in found if not one.held),
+            tuple(one.facts for one in found if one.held),
+            tenant_id,
+        )
+
+    # -- execution --------------------------------------------------------------------------------
+
+    def execute(self, plan: DeletionPlan, *, actor: str, reason: str) -> DeletionReport:
+        """Do what a plan says, as far as it is still so. When it returns, no process serves what
+        went, and its keys are gone from the catalog. `actor` and `reason` are recorded as they are:
+        nothing personal.
+
+        Raises:
+            HeldError: a tenant is to be forgotten of which a hold keeps something; nothing is done.
+            VaultLockedError: a stopped process is in the middle of publishing a load; everything is
+                revoked all the same.
+            StorageError, CatalogError.
+        """
+        ids = [facts.segment_id for facts in plan.segments]
+        now = self._time.steady()
+
+        def revoke(connection: Connection) -> retention.Revoked:
+            if plan.tenant_id is not None:
+                return retention.forget_tenant(
+                    connection, plan.tenant_id, now=now, actor=actor, reason=reason
+                )
+            expired_by = now if plan.trigger is Trigger.EXPIRE else None
+            return retention.revoke(
+                connection,
+                ids,
+                trigger=plan.trigger.value,
+                now=now,
+                actor=actor,
+                reason=reason,
+                expired_by=expired_by,
+            )
+
+        if not ids and plan.tenant_id is None:
+            return DeletionReport(plan.trigger, 0, 0, 0, len(plan.held), now)
+        if plan.tenant_id is not None and plan.held:
+            raise _held(len(plan.held))
+        try:
+            done = self._catalog.write(revoke)
+        except StorageError as exc:
+            if exc.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            # A full disk must not keep what is to be erased: it makes the room to write it down.
+            # If that fails again, the blocks are gone and the next to open the vault notes it.
+            self._discard(ids)
+            done = self._catalog.write(revoke)
+        if done.refused:
+            raise _held(done.held)
+        if plan.tenant_id is not None:  # only now: had the write failed, the tenant would live on
+            self._ring.drop(plan.tenant_id)
+        self._finish(done.segment_ids)
+        return DeletionReport(
+            plan.trigger,
+            len(done.segment_ids),
+            done.blocks,
+            done.data_bytes,
+            done.held + len(plan.held),
+            now,
+        )
+
+    def _finish(self, ids: Sequence[bytes]) -> None:
+        self._view.refresh()
+        self._view.drop(ids)
+        self._fence.drain(self._options.lock_timeout_s)
+        kept = self._discard(ids)
+        self._catalog.write(
+            lambda c: operations.finish_deletion(c, [i for i in ids if i not in kept])
+        )
+        self._catalog.empty_log()
+        if kept:
+            raise StorageError(
+                f"{len(kept)} files of deleted segments cannot be removed (they are unreadable)",
+                hint="look at the vault's segments directory; opening the vault tries again",
+            )
+
+    def _discard(self, segment_ids: Sequence[bytes]) -> set[bytes]:
+        """Remove the files of segments; returns those whose files are still there."""
+        kept = set()
+        for segment_id in segment_ids:
+            try:
+                self._directory.discard(segment_name(segment_id))
+            except StorageError as exc:
+                log.error("the file of a deleted segment stays: %s", exc)
+                kept.add(segment_id)
+        return kept
+
+
+def _held(segments: int) -> HeldError:
+    return HeldError(
+        f"a hold keeps {segments} of these segments",
+        hint="see `kvvault hold ls`; clear the hold first, if that is right",
+    )

@@ -1,0 +1,133 @@
+"""The policy in force, as this process knows it, and what it says of a scope.
+
+The catalog is the truth: whoever applies a policy adds a row, every process notices the number with
+its next refresh, and asks the new policy before the next block is stored. Nothing here is on a
+scheduler thread's way.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvvault.catalog import retention
+from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.operations import Terms
+from kvvault.crypto.keys import TenantKeys
+from kvvault.errors import CatalogCorruptError, ConfigError
+from kvvault.model import Namespace
+from kvvault.policy.decide import Facts, Verdict, decide
+from kvvault.policy.document import Policy
+
+LABELS = "segment labels"
+"""What a segment's labels are encrypted as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Governed:
+    """What the policy in force says of the blocks of one scope."""
+
+    policy_no: int
+    verdict: Verdict
+    window_s: float
+    """For how long a segment takes blocks."""
+    labels: tuple[tuple[str, str], ...]
+    segment_bytes: int | None
+    """At which size a segment is full; None: whatever the process was told."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Blocks with equal keys may share a segment."""
+        return self.policy_no, self.verdict.rule, self.verdict.retention_class, self.labels
+
+    def closes_at(self, opened_at: float) -> float:
+        """When a segment opened then takes no more blocks. Short beside the deadlines, because all
+        of its blocks go with the oldest."""
+        lives = [s for s in (self.verdict.delete_by_s, self.verdict.idle_s) if s is not None]
+        return opened_at + min([self.window_s, *(s / _WINDOWS for s in lives)])
+
+    def terms(self, opened_at: float, tenant: TenantKeys) -> Terms:
+        """For a segment that is opened then. Counted from its opening, so that every block dies at
+        or before its own deadline; the floor from its closing, so that every block has it."""
+        verdict = self.verdict
+        keep = verdict.keep_at_least_s
+        labels = json.dumps(dict(self.labels), sort_keys=True)
+        return Terms(
+            policy_no=self.policy_no,
+            rule=verdict.rule,
+            retention_class=verdict.retention_class or "",
+            sealed_labels=tenant.seal_text(LABELS, labels) if self.labels else None,
+            delete_by=None if verdict.delete_by_s is None else opened_at + verdict.delete_by_s,
+            idle_s=verdict.idle_s,
+            keep_until=self.closes_at(opened_at) + keep if keep else None,
+        )
+
+
+_WINDOWS = 8
+"""A segment takes blocks for at most this fraction of their life."""
+
+
+class Governor:
+    """Any thread. `current` and `govern` may read the catalog; `noticed` does nothing slow."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._lock = threading.Lock()
+        self._policy: Policy | None = None
+        self._policy_no = 0
+        self._newest = 0
+
+    def noticed(self, policy_no: int) -> None:
+        """The catalog has a policy of this number."""
+        self._newest = max(self._newest, policy_no)
+
+    def current(self) -> tuple[int, Policy]:
+        """The policy in force and its number.
+
+        Raises:
+            CatalogError, StorageError: the catalog cannot be read, or holds no valid policy.
+        """
+        with self._lock:
+            if self._policy is None or self._policy_no < self._newest:
+                row = self._catalog.read(retention.current_policy)
+                if row is None:
+                    raise CatalogCorruptError(
+                        "the catalog has no policy", hint="apply one: kvvault policy apply"
+                    )
+                try:
+                    self._policy = Policy.parse(row.source, name="the policy in force")
+                except ConfigError as exc:
+                    raise CatalogCorruptError(
+                        f"the policy in the catalog cannot be read: {exc}",
+                        hint="apply one: kvvault policy apply",
+                    ) from exc
+                self._policy_no = row.policy_no
+                self._newest = max(self._newest, row.policy_no)
+            return self._policy_no, self._policy
+
+    def govern(
+        self,
+        tenant: str,
+        namespace: Namespace,
+        labels: Mapping[str, str],
+        retention_class: str | None,
+    ) -> Governed:
+        """
+        Raises: as `current`.
+        """
+        number, policy = self.current()
+        facts = Facts(tenant, dict(namespace.facts), dict(labels), retention_class)
+        return Governed(
+            number,
+            decide(policy, facts),
+            policy.vault.window_s,
+            tuple(sorted(labels.items())),
+            policy.vault.segment_bytes,
+        )
+
+    @property
+    def newest(self) -> int:
+        """The highest number this process has heard of."""
+        return self._newest

@@ -1,0 +1,118 @@
+"""Space for stores: asks the catalog to set it aside, and has room made where there is none.
+
+Threads that store call `Space.claim` before they write; it costs a transaction for every 16 MiB.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from kvvault.catalog import space as rows
+from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.space import NoSpaceError, SpaceLimits, Surroundings, Usage
+from kvvault.errors import StorageError
+from kvvault.governing import Governor
+from kvvault.layout import catalog_path
+from kvvault.policy.document import VaultLimits
+
+_STEP_BYTES = 16 << 20
+"""What is granted at once. Cuts the transactions down to nothing that shows, and is small beside
+any cap that makes sense."""
+
+MakeRoom = Callable[[NoSpaceError], bool]
+"""Evict something; whether trying again makes sense. May take as long as a deletion does."""
+
+
+class Space:
+    """Any thread. `make_room` is set once, before the first claim."""
+
+    def __init__(self, path: Path, catalog: Catalog, governor: Governor) -> None:
+        self._path = path
+        self._catalog = catalog
+        self._governor = governor
+        self.make_room: MakeRoom = lambda _exc: False
+
+    def claim(
+        self,
+        segment_id: bytes,
+        granted: int,
+        capacity: int,
+        block_bytes: int,
+        max_bytes: int | None,
+        *,
+        least: int = 1,
+    ) -> int:
+        """Have more slots of a segment granted; how many it has then. At least `least` more.
+
+        Raises:
+            NoSpaceError: the policy's limits forbid it, and no room could be made.
+            StorageError, CatalogError: the catalog or the file system cannot be asked.
+        """
+        slots = min(capacity, granted + max(least, _STEP_BYTES // block_bytes))
+        try:
+            self._grant(segment_id, slots, max_bytes)
+        except NoSpaceError as exc:
+            if not self.make_room(exc):
+                # What little there is may do.
+                slots = min(capacity, granted + least)
+            self._grant(segment_id, slots, max_bytes)
+        return slots
+
+    def _grant(self, segment_id: bytes, slots: int, max_bytes: int | None) -> None:
+        around = self.around()
+        limits = self.limits(around)
+        self._catalog.write(
+            lambda c: rows.grant(c, segment_id, slots, limits, around, max_bytes), durable=False
+        )
+
+    def around(self) -> Surroundings:
+        """What the file system says.
+
+        Raises:
+            StorageError: it does not.
+        """
+        return surroundings(self._path)
+
+    def limits(self, around: Surroundings) -> SpaceLimits:
+        """The policy's limits, in bytes."""
+        _, policy = self._governor.current()
+        return limits_of(policy.vault, around)
+
+    def usage(self) -> Usage:
+        """What is used now, grants included."""
+        return self._catalog.read(rows.usage)
+
+
+def surroundings(vault: Path) -> Surroundings:
+    """What the file system says of a vault's directory.
+
+    Raises:
+        StorageError: it cannot be asked.
+    """
+    try:
+        file_system = os.statvfs(vault)
+    except OSError as exc:
+        raise StorageError(
+            f"the file system does not say how much space it has: {os.strerror(exc.errno or 0)}",
+            hint="check the disk under the vault",
+            errno=exc.errno,
+        ) from exc
+    path = catalog_path(vault)
+    catalog = 0
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        try:
+            catalog += path.with_name(path.name + suffix).stat().st_size
+        except OSError:
+            continue
+    return Surroundings(
+        catalog,
+        file_system.f_bavail * file_system.f_frsize,
+        file_system.f_blocks * file_system.f_frsize,
+    )
+
+
+def limits_of(vault: VaultLimits, around: Surroundings) -> SpaceLimits:
+    """A policy's limits in bytes."""
+    return SpaceLimits(vault.cap(around.total_bytes), vault.free_floor_bytes)
