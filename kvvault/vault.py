@@ -20,6 +20,7 @@ from types import TracebackType
 from sqlalchemy import Connection
 
 from kvvault import inventory, layout
+from kvvault.applying import Applier, PolicyDiff
 from kvvault.catalog import operations, retention
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import TenantRow
@@ -176,9 +177,10 @@ class Vault:
                 self._catalog, self._ring = self._open_catalog(descriptor)
                 undo.callback(self._catalog.close)
                 undo.callback(self._ring.close)
+                inherited = False
                 if not read_only:
                     self._prune_tombstones()
-                    self._ensure_policy(policy)
+                    inherited = self._ensure_policy(policy)
                 # Tells others that the catalog is in use: nobody may replace it or forget its dead.
                 in_use = self._fence.hold(_IN_USE)
                 undo.callback(self._fence.let_go, in_use)
@@ -202,6 +204,9 @@ class Vault:
                     self._time,
                     options,
                 )
+                self._applier = Applier(
+                    self._catalog, self._ring, self._eraser, self._time, self.policy
+                )
                 if not read_only:
                     self.recovery = Recovery(
                         self._catalog,
@@ -210,6 +215,9 @@ class Vault:
                         self._checker().count_intact,
                     ).run()
                     self._mark_time()
+                    if inherited:
+                        # Of an older kvvault: what is there gets the deadlines of the first policy.
+                        self._applier.apply(self.policy(), actor="kvvault")
                     self._expire_at_opening()
             self._writer = Writer(
                 self._vault_id,
@@ -388,11 +396,11 @@ class Vault:
             raise
         return catalog, ring
 
-    def _ensure_policy(self, policy: Policy | None) -> None:
+    def _ensure_policy(self, policy: Policy | None) -> bool:
         """A vault is never without one: a new one starts with `policy` or the shipped default, one
-        of an older kvvault gets the default, from which its segments' deadlines follow."""
+        of an older kvvault gets the default. Whether it has segments that know of none."""
         if self._catalog.read(retention.current_policy) is not None:
-            return
+            return False
         first = policy or shipped.load("default")
         now = self._clock.now()
         self._catalog.write(
@@ -400,6 +408,7 @@ class Vault:
                 c, digest=first.digest, source=first.source, now=now, actor="kvvault"
             )
         )
+        return any(row.facts.state.live for row in self._catalog.read(operations.list_segments))
 
     def _prune_tombstones(self) -> None:
         try:
@@ -601,6 +610,27 @@ class Vault:
             self._eraser.execute(plan, actor="kvvault", reason="deadline, at opening")
 
     # -- policy and time --------------------------------------------------------------------------
+
+    def diff_policy(self, policy: Policy) -> PolicyDiff:
+        """What applying `policy` now would delete, keep, shorten or lengthen.
+
+        Raises: as `kvvault.applying.Applier.diff`.
+        """
+        self._check_open()
+        return self._applier.diff(policy)
+
+    def apply_policy(self, policy: Policy, *, actor: str) -> tuple[PolicyDiff, DeletionReport]:
+        """Put `policy` in force here and in every process that has the vault open.
+
+        Raises: as `kvvault.applying.Applier.apply`; VaultLockedError: somebody else is at it.
+        """
+        self._check_open()
+        if self.read_only:
+            raise ClosedError("the vault is open for reading only", hint="open it for writing")
+        with self._fence.exclusive("policy", self.options.lock_timeout_s):
+            result = self._applier.apply(policy, actor=actor)
+        self._view.refresh()
+        return result
 
     def policy(self) -> Policy:
         """The policy in force.

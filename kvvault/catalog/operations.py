@@ -282,11 +282,14 @@ def add_segment(
     """Insert an open segment. Its key is durable when the transaction is (REQ-C5).
 
     Raises:
-        SegmentGoneError: the tenant does not exist any more, or its key was replaced.
+        SegmentGoneError: the tenant does not exist any more, its key was replaced, or another
+            policy was applied.
     """
     tenant = get_tenant(connection, tenant_id)
     if tenant is None or tenant.key_no != key_no:
         raise SegmentGoneError
+    if terms.policy_no is not None and terms.policy_no < _newest_policy(connection):
+        raise SegmentGoneError  # decided by a policy that is not in force any more
     connection.execute(
         insert(t.segments).values(
             segment_id=segment_id,
@@ -350,6 +353,11 @@ def add_extent(connection: Connection, extent: Extent) -> None:
         _ADD_EXTENT,
         (extent.segment_id, extent.first_slot, extent.block_ids, extent.nonces, extent.tags),
     )
+
+
+def _newest_policy(connection: Connection) -> int:
+    rows, _ = direct(connection, _NEWEST_POLICY)
+    return int(str(rows[0][0]))
 
 
 def seal_segment(connection: Connection, segment_id: bytes) -> int | None:
@@ -466,8 +474,7 @@ def changes_since(connection: Connection, change: int, extent_no: int) -> Delta:
         extents += _extent(fields)
         extent_no = int(str(number))
     newest = max((segment.change for segment in segments), default=change)
-    rows, _ = direct(connection, _NEWEST_POLICY)
-    return Delta(segments, extents, newest, extent_no, int(str(rows[0][0])))
+    return Delta(segments, extents, newest, extent_no, _newest_policy(connection))
 
 
 def list_extents(connection: Connection, segment_id: bytes) -> list[Extent]:

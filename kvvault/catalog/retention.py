@@ -129,6 +129,13 @@ def held() -> ColumnElement[bool]:
     )
 
 
+def held_segments(connection: Connection) -> set[bytes]:
+    """Ids of the live segments that a hold protects."""
+    s = t.segments.c
+    rows = connection.execute(select(s.segment_id).where(s.state.in_(LIVE), held()))
+    return {bytes(row[0]) for row in rows}
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A live segment, and whether a hold keeps it."""
@@ -290,4 +297,33 @@ def current_policy(connection: Connection) -> PolicyRow | None:
         str(m["source"]),
         float(m["applied_at"]),
         str(m["actor"]),
+    )
+
+
+def set_terms(
+    connection: Connection,
+    segment_id: bytes,
+    *,
+    policy_no: int,
+    rule: str,
+    delete_by: float | None,
+    idle_s: float | None,
+    idle_until: float | None,
+    keep_until: float | None,
+    change: int,
+) -> None:
+    """Have a live segment governed by another policy."""
+    s = t.segments.c
+    connection.execute(
+        update(t.segments)
+        .where(s.segment_id == segment_id, s.state.in_(LIVE))
+        .values(
+            policy_no=policy_no,
+            rule=rule,
+            delete_by=delete_by,
+            idle_s=idle_s,
+            idle_until=idle_until,
+            keep_until=keep_until,
+            change=change,
+        )
     )

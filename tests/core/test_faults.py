@@ -179,9 +179,13 @@ def run(prepared: Home, faults: Faults) -> Faults:
             pass  # a clear refusal to open is an answer, too
         else:
             try:
-                scope = vault.scope("alice", namespace())
-                work(vault, scope, done)
-                deleted = True
+                try:
+                    scope = vault.scope("alice", namespace())
+                except KvvaultError:
+                    scope = None  # a clear refusal again
+                if scope is not None:
+                    work(vault, scope, done)
+                    deleted = True
             finally:
                 with suppress(KvvaultError):
                     vault.close()

@@ -1,0 +1,214 @@
+"""Putting a policy in force: what it would change, and changing it.
+
+A policy that is applied governs what is there, too: every live segment gets the deadlines that the
+new policy gives it, counted from when it was opened. `diff` and `apply` are one computation, so
+what the one predicted is what the other does; `apply` does it in one transaction with the policy's
+row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sqlalchemy import Connection
+
+from kvvault.catalog import operations, retention
+from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.operations import SegmentRow, TenantRow
+from kvvault.deleting import DeletionReport, Eraser, Trigger
+from kvvault.errors import FormatError, WrongKeyError
+from kvvault.governing import LABELS, Governed
+from kvvault.keyring import KeyRing
+from kvvault.model import Namespace, SegmentFacts
+from kvvault.policy.decide import Facts, decide
+from kvvault.policy.document import Policy
+from kvvault.timekeeping import VaultTime
+
+
+class Change(StrEnum):
+    """What a policy does to a segment."""
+
+    DELETE = "delete"
+    KEEP = "keep"
+    SHORTEN = "shorten"
+    LENGTHEN = "lengthen"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentChange:
+    """One segment under the new policy."""
+
+    facts: SegmentFacts
+    change: Change
+    rule: str
+    """The rule that governs it then."""
+    delete_by: float | None
+    idle_s: float | None
+    idle_until: float | None
+    keep_until: float | None
+    held: bool
+    """A hold keeps it: what would be deleted stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """How much of the vault one kind of change concerns."""
+
+    segments: int = 0
+    blocks: int = 0
+    data_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyDiff:
+    """What applying a policy changes, or has changed."""
+
+    old: Policy
+    new: Policy
+    changes: tuple[SegmentChange, ...]
+
+    def sum(self, change: Change) -> Sum:
+        """What is deleted, kept, shortened or lengthened. What a hold keeps counts as kept."""
+        mine = [
+            one.facts
+            for one in self.changes
+            if (Change.KEEP if one.held and one.change is Change.DELETE else one.change) is change
+        ]
+        return Sum(len(mine), sum(one.blocks for one in mine), sum(one.data_bytes for one in mine))
+
+
+class Applier:
+    """Any thread, one at a time: the caller holds a lock against other processes."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        ring: KeyRing,
+        eraser: Eraser,
+        time: VaultTime,
+        current: Callable[[], Policy],
+    ) -> None:
+        self._catalog = catalog
+        self._ring = ring
+        self._eraser = eraser
+        self._time = time
+        self._current = current
+
+    def diff(self, policy: Policy) -> PolicyDiff:
+        """What applying `policy` now would change.
+
+        Raises:
+            VaultKeyError: a tenant's name or labels cannot be read now, and the policy asks for
+                them.
+            StorageError, CatalogError.
+        """
+        return self._catalog.read(lambda c: self._diff(c, policy, self._time.steady()))
+
+    def apply(self, policy: Policy, *, actor: str) -> tuple[PolicyDiff, DeletionReport]:
+        """Put `policy` in force, move deadlines, and delete what it does not allow.
+
+        Raises: as `diff`, and as `kvvault.deleting.Eraser.execute` once it is in force.
+        """
+        now = self._time.steady()
+
+        def write(connection: Connection) -> PolicyDiff:
+            diff = self._diff(connection, policy, now)
+            number = retention.add_policy(
+                connection, digest=policy.digest, source=policy.source, now=now, actor=actor
+            )
+            change = operations.next_change(connection)
+            for one in diff.changes:
+                retention.set_terms(
+                    connection,
+                    one.facts.segment_id,
+                    policy_no=number,
+                    rule=one.rule,
+                    delete_by=one.delete_by,
+                    idle_s=one.idle_s,
+                    idle_until=one.idle_until,
+                    keep_until=one.keep_until,
+                    change=change,
+                )
+            return diff
+
+        diff = self._catalog.write(write)
+        doomed = [o.facts.segment_id for o in diff.changes if o.change is Change.DELETE]
+        plan = self._eraser.plan_segments(doomed, Trigger.POLICY)
+        report = self._eraser.execute(plan, actor=actor, reason="policy applied")
+        return diff, report
+
+    def _diff(self, connection: Connection, policy: Policy, now: float) -> PolicyDiff:
+        tenants = {row.tenant_id: row for row in operations.list_tenants(connection)}
+        names: dict[bytes, str] = {}
+        namespaces = {
+            facts.namespace.digest: facts.namespace
+            for facts in operations.list_namespaces(connection)
+        }
+        kept = retention.held_segments(connection)
+        changes = []
+        for row in operations.list_segments(connection):
+            tenant = tenants.get(row.facts.tenant_id or b"")
+            namespace = namespaces.get(row.facts.namespace_digest)
+            if not row.facts.state.live or tenant is None or namespace is None:
+                continue
+            if tenant.tenant_id not in names:
+                names[tenant.tenant_id] = self._ring.name(tenant)
+            governed = self._govern(policy, row, tenant, names[tenant.tenant_id], namespace)
+            changes.append(_change(row, governed, now, row.facts.segment_id in kept))
+        return PolicyDiff(self._current(), policy, tuple(changes))
+
+    def _govern(
+        self, policy: Policy, row: SegmentRow, tenant: TenantRow, name: str, namespace: Namespace
+    ) -> Governed:
+        labels: dict[str, str] = {}
+        if row.sealed_labels is not None:
+            try:
+                read = json.loads(self._ring.tenant(tenant).open_text(LABELS, row.sealed_labels))
+                labels = {str(key): str(value) for key, value in read.items()}
+            except (ValueError, AttributeError, FormatError) as exc:
+                raise WrongKeyError(
+                    "the labels of a segment cannot be read", hint="run `kvvault verify`"
+                ) from exc
+        facts = Facts(name, dict(namespace.facts), labels, row.facts.retention_class or None)
+        return Governed(
+            0,
+            decide(policy, facts),
+            policy.vault.window_s,
+            tuple(sorted(labels.items())),
+            policy.vault.segment_bytes,
+        )
+
+
+def _change(row: SegmentRow, governed: Governed, now: float, held: bool) -> SegmentChange:
+    facts, verdict = row.facts, governed.verdict
+    opened = facts.created_at
+    delete_by = None if verdict.delete_by_s is None else opened + verdict.delete_by_s
+    idle_until = None
+    if verdict.idle_s is not None:
+        used = max(opened, facts.last_used or opened)
+        idle_until = min(used + verdict.idle_s, math.inf if delete_by is None else delete_by)
+    keep = verdict.keep_at_least_s
+    deadline = min(
+        math.inf if delete_by is None else delete_by,
+        math.inf if idle_until is None else idle_until,
+    )
+    if not verdict.persist or deadline <= now:
+        change = Change.DELETE
+    elif deadline == facts.deadline:
+        change = Change.KEEP
+    else:
+        change = Change.SHORTEN if deadline < facts.deadline else Change.LENGTHEN
+    return SegmentChange(
+        facts,
+        change,
+        verdict.rule,
+        delete_by,
+        verdict.idle_s,
+        idle_until,
+        governed.closes_at(opened) + keep if keep else None,
+        held,
+    )
