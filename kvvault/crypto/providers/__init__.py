@@ -5,6 +5,8 @@ URI                 where                                                       
 ==================  ==========================================================  ==========
 ``file:/path``      a file of mode 0600 (`file`)                                logical
 ``ephemeral:``      this process's memory (`ephemeral`)                         purge
+``keyring:name``    the Linux kernel's keyring of this user (`keyring`)         purge
+``openbao:https…``  an OpenBao or Vault server's Transit engine (`openbao`)     purge
 ==================  ==========================================================  ==========
 
 A further kind of provider is a `Scheme` in `SCHEMES` and a subclass of `base.KeyProvider` that
@@ -27,6 +29,8 @@ from kvvault.crypto.providers.base import (
 )
 from kvvault.crypto.providers.ephemeral import EphemeralProvider
 from kvvault.crypto.providers.file import FileProvider
+from kvvault.crypto.providers.keyring import KeyringProvider
+from kvvault.crypto.providers.openbao import OpenBaoProvider
 from kvvault.crypto.providers.timelimit import TimeLimited, call_with_limit
 from kvvault.errors import UsageError
 
@@ -37,6 +41,8 @@ __all__ = [
     "EphemeralProvider",
     "FileProvider",
     "KeyProvider",
+    "KeyringProvider",
+    "OpenBaoProvider",
     "ProviderInfo",
     "Scheme",
     "TimeLimited",
@@ -76,6 +82,16 @@ def _open_ephemeral(rest: str, create: bool, timeout: float) -> KeyProvider:
     return EphemeralProvider()
 
 
+def _open_keyring(rest: str, create: bool, timeout: float) -> KeyProvider:
+    return KeyringProvider.create(rest) if create else KeyringProvider.open(rest)
+
+
+def _open_openbao(rest: str, create: bool, timeout: float) -> KeyProvider:
+    if create:
+        return OpenBaoProvider.create(rest, timeout=timeout)
+    return OpenBaoProvider.open(rest, timeout=timeout)
+
+
 SCHEMES: Final[Mapping[str, Scheme]] = MappingProxyType(
     {
         "file": Scheme("file:/path: a key file of mode 0600", _open_file, does_io=True),
@@ -83,6 +99,16 @@ SCHEMES: Final[Mapping[str, Scheme]] = MappingProxyType(
             "ephemeral: keys in memory only; the vault ends with the process",
             _open_ephemeral,
             does_io=False,
+        ),
+        "keyring": Scheme(
+            "keyring:NAME: keys in the Linux kernel's memory; the vault ends with the boot",
+            _open_keyring,
+            does_io=False,
+        ),
+        "openbao": Scheme(
+            "openbao:https://HOST:PORT/MOUNT/NAME: keys in an OpenBao server's Transit engine",
+            _open_openbao,
+            does_io=True,
         ),
     }
 )
@@ -107,7 +133,8 @@ def open_provider(
     :raises VaultExistsError, StorageError: with ``create`` only: taken already, cannot be written.
 
     An `EphemeralProvider` always starts empty: with ``create=False`` everything wrapped by another
-    instance is a `WrongKeyError` at the first unwrap.
+    instance is a `WrongKeyError` at the first unwrap. The same for a `KeyringProvider` after the
+    machine was restarted, and for an `OpenBaoProvider` with a name that has no keys.
     """
     name, colon, rest = uri.partition(":")
     scheme = schemes.get(name) if colon else None
