@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from kvvault import __version__
+from kvvault.cli.commands.trace import bench_trace
 from kvvault.cli.formats import Cell, human_bytes, parse_size
 from kvvault.cli.run import Run, command
 from kvvault.errors import KvvaultError, UsageError
@@ -32,6 +33,7 @@ def register(app: typer.Typer) -> None:
     )
     # Its vaults are thrown away, so where their keys are is nothing to warn about.
     command(bench, "tier", vault=False, shows_warnings=True)(bench_tier)
+    command(bench, "trace", vault=False)(bench_trace)
     app.add_typer(bench)
     command(app, "version", vault=False)(version)
 
