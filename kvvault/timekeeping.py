@@ -19,19 +19,23 @@ from kvvault.model import Clock
 
 
 class VaultTime:
-    """Seconds since the epoch. All methods from any thread; none blocks or does I/O."""
+    """Seconds since the epoch. All methods from any thread; none does I/O or waits for more than
+    another of them."""
 
     def __init__(self, clock: Clock, mark: float | None, jump_s: float) -> None:
         """`mark`: the highest time any process has seen, None for a new vault."""
         self._clock = clock
         self._lock = threading.Lock()
         self._jump_s = jump_s
-        self._base = clock.now() if mark is None else mark
-        self._base_monotonic = clock.monotonic()
+        # Time, and what the monotonic clock said then. One object: readers take it without the
+        # lock, and half of an old pair with half of a new one would be a jump.
+        self._base = (clock.now() if mark is None else mark, clock.monotonic())
 
     def now(self) -> float:
         """The latest that it may be. What is past its deadline by this time is not served."""
-        return max(self._clock.now(), self._counted())
+        # `steady` first: what was once told must not become earlier when the clock is set back.
+        steady = self.steady()
+        return max(self._clock.now(), steady)
 
     def steady(self) -> float:
         """The time that can be vouched for: deadlines are computed from it, and destruction goes
@@ -41,7 +45,7 @@ class VaultTime:
             wall = self._clock.now()
             if not counted < wall <= counted + self._jump_s:
                 return counted
-            self._base, self._base_monotonic = wall, self._clock.monotonic()
+            self._base = wall, self._clock.monotonic()
             return wall
 
     @property
@@ -63,7 +67,8 @@ class VaultTime:
         """Take over a mark that another process has set, when it is ahead."""
         with self._lock:
             if mark > self._counted():
-                self._base, self._base_monotonic = mark, self._clock.monotonic()
+                self._base = mark, self._clock.monotonic()
 
     def _counted(self) -> float:
-        return self._base + (self._clock.monotonic() - self._base_monotonic)
+        time, monotonic = self._base
+        return time + (self._clock.monotonic() - monotonic)
