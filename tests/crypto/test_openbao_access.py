@@ -195,6 +195,30 @@ def test_the_uri_is_written_one_way(bao: Bao, place: str) -> None:
     assert open_provider(f"{other}/").describe().uri == place.replace("127.0.0.1", "localhost")
 
 
+def test_two_names_on_one_mount_do_not_see_each_other(bao: Bao) -> None:
+    name = f"n{uuid4().hex[:8]}"
+    one, two = (open_provider(uri(bao, n), create=True) for n in (name, f"{name}-a"))
+    first, second = one.create_epoch(), two.create_epoch()
+    assert one.epochs() == [first]
+    assert two.epochs() == [second]
+    two.destroy(second)
+    assert one.epochs() == [first]
+    with pytest.raises(WrongKeyError):
+        two.destroy(first)
+    assert one.epochs() == [first]
+
+
+def test_a_proxy_of_the_environment_is_not_used(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setenv("no_proxy", "")
+    provider = open_provider(place, create=True)
+    epoch = provider.create_epoch()
+    assert provider.unwrap(epoch, provider.wrap(epoch, KEY, AAD), AAD) == KEY
+
+
 def test_epoch_names_do_not_lead_elsewhere(provider: KeyProvider, bao: Bao) -> None:
     for name in ("../../sys/seal", "", "A" * 32, "0" * 31, "0" * 32 + "/rotate", "0" * 32 + "\n"):
         for call in (
