@@ -7,7 +7,7 @@ which is overwritten by the next block and wiped at the end.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import partial
 
 from kvvault.catalog import operations
@@ -96,13 +96,19 @@ class Checker:
         except KvvaultError:
             return Outcome.IO_FAILED
 
-    def check_all(self, progress: Progress | None = None) -> VerifyReport:
-        """Check every live segment. One that is deleted meanwhile is no damage.
+    def check_all(
+        self, progress: Progress | None = None, *, only: Container[bytes] | None = None
+    ) -> VerifyReport:
+        """Check every live segment, or `only` some. One that is deleted meanwhile is no damage.
 
         Raises:
             StorageError, CatalogError: the catalog cannot be read.
         """
-        rows = [row for row in self._catalog.read(operations.list_segments) if row.facts.state.live]
+        rows = [
+            row
+            for row in self._catalog.read(operations.list_segments)
+            if row.facts.state.live and (only is None or row.facts.segment_id in only)
+        ]
         total = sum(row.facts.data_bytes for row in rows)
         found: Counter[Outcome] = Counter()
         damaged: list[bytes] = []

@@ -8,6 +8,7 @@ scheduler thread's way.
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,11 +43,30 @@ class Governed:
         """Blocks with equal keys may share a segment."""
         return self.policy_no, self.verdict.rule, self.verdict.retention_class, self.labels
 
+    @property
+    def max_bytes(self) -> int | None:
+        """What all segments of this rule and tenant may take together."""
+        return self.verdict.max_bytes
+
+    def opened_at(self, now: float) -> float:
+        """From when on a segment that is made now counts its age."""
+        return now
+
+    @property
+    def _life_s(self) -> float:
+        lives = (self.verdict.delete_by_s, self.verdict.idle_s)
+        return min((s for s in lives if s is not None), default=math.inf)
+
+    @property
+    def served_s(self) -> float:
+        """For how long every block is served, if nothing else takes it: also the last one to get
+        into its segment."""
+        return self._life_s - self.closes_at(0.0)
+
     def closes_at(self, opened_at: float) -> float:
         """When a segment opened then takes no more blocks. Short beside the deadlines, because all
         of its blocks go with the oldest."""
-        lives = [s for s in (self.verdict.delete_by_s, self.verdict.idle_s) if s is not None]
-        return opened_at + min([self.window_s, *(s / _WINDOWS for s in lives)])
+        return opened_at + min(self.window_s, self._life_s / _WINDOWS)
 
     def terms(self, opened_at: float, tenant: TenantKeys) -> Terms:
         """For a segment that is opened then. Counted from its opening, so that every block dies at
@@ -54,15 +74,55 @@ class Governed:
         verdict = self.verdict
         keep = verdict.keep_at_least_s
         labels = json.dumps(dict(self.labels), sort_keys=True)
+        delete_by = None if verdict.delete_by_s is None else opened_at + verdict.delete_by_s
         return Terms(
             policy_no=self.policy_no,
             rule=verdict.rule,
             retention_class=verdict.retention_class or "",
             sealed_labels=tenant.seal_text(LABELS, labels) if self.labels else None,
-            delete_by=None if verdict.delete_by_s is None else opened_at + verdict.delete_by_s,
+            delete_by=delete_by,
             idle_s=verdict.idle_s,
+            idle_until=None
+            if verdict.idle_s is None
+            else min(opened_at + verdict.idle_s, math.inf if delete_by is None else delete_by),
             keep_until=self.closes_at(opened_at) + keep if keep else None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """What was decided of blocks before, when they are written again: nothing of it changes, and
+    they are as old as they were."""
+
+    segment_id: bytes
+    """Where they were."""
+    kept: Terms
+    since: float
+    """When that was opened."""
+    until: float
+    """How long the new one takes blocks."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Blocks of one segment go to one segment."""
+        return "again", self.segment_id
+
+    @property
+    def segment_bytes(self) -> int | None:
+        return None
+
+    @property
+    def max_bytes(self) -> int | None:
+        return None
+
+    def opened_at(self, _now: float) -> float:
+        return self.since
+
+    def closes_at(self, _opened_at: float) -> float:
+        return self.until
+
+    def terms(self, _opened_at: float, _tenant: TenantKeys) -> Terms:
+        return self.kept
 
 
 _WINDOWS = 8

@@ -107,6 +107,17 @@ class Reader:
         self._counters.outcomes(outcomes)
         return outcomes
 
+    def read_slots(
+        self, segment: LiveSegment, wanted: Sequence[Wanted], guard: Guard
+    ) -> list[Outcome]:
+        """Load slots of one segment (ascending) for another reason than that somebody asked for
+        them: not counted."""
+        return [
+            outcome
+            for batch in batches(len(wanted), segment.place.block_bytes, self._batch_bytes)
+            for outcome in self._load(segment, [wanted[i] for i in batch], guard)
+        ]
+
     def _load(self, segment: LiveSegment, wanted: Sequence[Wanted], guard: Guard) -> list[Outcome]:
         """One batch of one segment."""
         n = len(wanted)

@@ -61,10 +61,12 @@ class Space:
         return slots
 
     def _grant(self, segment_id: bytes, slots: int, max_bytes: int | None) -> None:
-        around = self.around()
-        limits = self.limits(around)
+        limits = self.limits(self.around())
+        # The file system is asked inside the transaction: what others have written since would
+        # neither be missing from what is free nor count as still to be written.
         self._catalog.write(
-            lambda c: rows.grant(c, segment_id, slots, limits, around, max_bytes), durable=False
+            lambda c: rows.grant(c, segment_id, slots, limits, self.around(), max_bytes),
+            durable=False,
         )
 
     def around(self) -> Surroundings:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -21,7 +21,7 @@ from sqlalchemy import Connection
 
 from kvvault import inventory, layout
 from kvvault.applying import Applier, PolicyDiff
-from kvvault.catalog import operations, retention
+from kvvault.catalog import operations, purging, retention
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import TenantRow
 from kvvault.checking import Checker
@@ -31,6 +31,7 @@ from kvvault.crypto.providers import open_provider
 from kvvault.crypto.providers.base import KeyProvider, ProviderInfo
 from kvvault.deleting import DeletionPlan, DeletionReport, Eraser
 from kvvault.errors import (
+    CatalogCorruptError,
     ClosedError,
     KvvaultError,
     UnsafeFileError,
@@ -38,8 +39,10 @@ from kvvault.errors import (
     VaultLockedError,
     VaultNotFoundError,
 )
+from kvvault.evicting import EvictionReport, Evictor
 from kvvault.governing import Governed, Governor
-from kvvault.keyring import KeyRing, another_tenants_row
+from kvvault.holding import Hold, Holder
+from kvvault.keyring import KeyRing, another_tenants_row, with_current
 from kvvault.model import (
     Buffer,
     Clock,
@@ -195,6 +198,7 @@ class Vault:
                 self._reader = Reader(
                     self._view, self._fence, self._counters, self._time, options.batch_bytes
                 )
+                self._holder = Holder(self._catalog, self._ring)
                 self._eraser = Eraser(
                     self._catalog,
                     self._directory,
@@ -219,6 +223,7 @@ class Vault:
                         # Of an older kvvault: what is there gets the deadlines of the first policy.
                         self._applier.apply(self.policy(), actor="kvvault")
                     self._expire_at_opening()
+            space = Space(path, self._catalog, self._governor)
             self._writer = Writer(
                 self._vault_id,
                 self._catalog,
@@ -227,8 +232,21 @@ class Vault:
                 self._counters,
                 options,
                 self._time,
-                Space(path, self._catalog, self._governor),
+                space,
             )
+            self._evictor = Evictor(
+                self._catalog,
+                self._view,
+                self._ring,
+                self._reader,
+                self._writer,
+                self._eraser,
+                space,
+                self._governor,
+                self._time,
+                self._counters,
+            )
+            space.make_room = self._evictor.make_room
             undo.callback(self._writer.close)
             self._view.when_segment_dies(self._writer.segment_died)
             self._view.refresh()
@@ -350,14 +368,13 @@ class Vault:
         if layout.catalog_exists(path):
             catalog = Catalog.open(path, read_only=self.read_only)
             try:
-                epoch = catalog.read(lambda c: operations.get_meta(c, "root_epoch"))
-                wrapped = catalog.read(lambda c: operations.get_meta(c, "lookup_key"))
-                if epoch is not None and wrapped is not None:
-                    name = epoch.decode("ascii", "replace")  # of a damaged one, no key opens
-                    if not layout.keys_vanished(descriptor, self._provider, name):
-                        return catalog, KeyRing.open(
-                            self._provider, self._vault_id, name, wrapped, self._clock
-                        )
+                ring = with_current(
+                    lambda: catalog.read(purging.root),
+                    lambda root: self._open_ring(descriptor, root),
+                )
+                if ring is not None:
+                    return catalog, ring
+                if catalog.read(purging.root) is not None:
                     log.warning("the keys of this vault were in memory only and are gone")
                 elif not layout.is_new(self.path):
                     log.warning("the catalog is not complete; the vault starts empty")
@@ -372,6 +389,15 @@ class Vault:
                 "the vault has nothing that can be read", hint="open it for writing once"
             )
         return self._start_empty(path)
+
+    def _open_ring(
+        self, descriptor: layout.Descriptor, root: purging.Root | None
+    ) -> KeyRing | None:
+        if root is None or layout.keys_vanished(descriptor, self._provider, root.epoch):
+            return None
+        return KeyRing.open(
+            self._provider, self._vault_id, root.epoch, root.lookup_key, self._clock
+        )
 
     def _start_empty(self, path: Path) -> tuple[Catalog, KeyRing]:
         """
@@ -449,24 +475,39 @@ class Vault:
                 "blocks of that size are not supported", hint=f"at most {MAX_BLOCK_BYTES} bytes"
             )
         name_id = self._ring.name_id(tenant)
-        row = self._catalog.read(lambda c: operations.find_tenant(c, name_id))
         if not self.read_only:
-            if row is None:
-                row = self._add_tenant(tenant)
             self._catalog.write(lambda c: operations.add_namespace(c, namespace, self._clock.now()))
-        if row is None:
-            raise UsageError("the vault has no such tenant", hint="see `kvvault ls tenants`")
-        keys = self._ring.named(row, tenant)
+
+        def find() -> TenantRow:
+            row = self._catalog.read(lambda c: operations.find_tenant(c, name_id))
+            if row is None and not self.read_only:
+                row = self._add_tenant(tenant)
+            if row is None:
+                raise UsageError("the vault has no such tenant", hint="see `kvvault ls tenants`")
+            return row
+
+        keys = with_current(find, lambda row: self._ring.named(row, tenant))
         return Scope(tenant, keys, namespace, labels or {}, retention_class)
 
     def _add_tenant(self, name: str) -> TenantRow:
-        made, opened = self._ring.create_tenant(name)
-        kept = self._catalog.write(lambda c: operations.add_tenant(c, made))
-        if kept is made:
-            self._ring.adopt(opened)
-        else:
-            opened.close()  # another process was faster: its keys count
-        return kept
+        def add(root: purging.Root | None) -> TenantRow:
+            if root is None:
+                raise CatalogCorruptError(
+                    "the catalog is not complete", hint="close the vault and open it again"
+                )
+            made, opened = self._ring.create_tenant(name, root.epoch)
+            try:
+                kept = self._catalog.write(lambda c: purging.add_tenant(c, made))
+            except BaseException:
+                opened.close()
+                raise
+            if kept is made:
+                self._ring.adopt(opened)
+            else:
+                opened.close()  # another process was faster: its keys count
+            return kept
+
+        return with_current(lambda: self._catalog.read(purging.root), add)
 
     def contains(self, scope: Scope, keys: Sequence[bytes]) -> list[bool]:
         """Which blocks are here, as this process knew when it last looked (at most
@@ -476,6 +517,14 @@ class Vault:
             return [self._view.find(scope.block_id(key), now) is not None for key in keys]
         except ClosedError:
             return [False] * len(keys)
+
+    def touch(self, scope: Scope, keys: Sequence[bytes]) -> None:
+        """Say that blocks are in use, without loading them: they are evicted later, and sliding
+        deadlines move. Memory only; never raises."""
+        try:
+            self._view.touch([scope.block_id(key) for key in keys], self._time.steady())
+        except ClosedError:
+            return
 
     def put(
         self,
@@ -501,6 +550,8 @@ class Vault:
         if self.read_only:
             raise ClosedError("the vault is open for reading only", hint="open it for writing")
         views = _flat(scope, keys, buffers, writable=False)
+        with suppress(KvvaultError):
+            self._view.refresh()  # a policy that another process applied governs this store
         try:
             ids = [scope.block_id(key) for key in keys]
             to = scope.destination(self._governor)
@@ -509,10 +560,18 @@ class Vault:
                 log.warning("blocks are not stored: %s", exc)
             self._counters.put(PutReport(refused=len(keys)), scope.namespace.block_bytes)
             return PutReport(refused=len(keys))
-        if not to.governed.verdict.persist:
+        if isinstance(to.under, Governed) and not to.under.verdict.persist:
             self._counters.put(PutReport(declined=len(keys)), scope.namespace.block_bytes)
             return PutReport(declined=len(keys))
+        if isinstance(to.under, Governed) and self._would_be_past(to.under):
+            self._counters.put(PutReport(refused=len(keys)), scope.namespace.block_bytes)
+            return PutReport(refused=len(keys))
         return self._writer.put(to, ids, views, guard or ALWAYS)
+
+    def _would_be_past(self, governed: Governed) -> bool:
+        """Whether the clock is so far ahead, and not vouched for, that what is stored now would not
+        be served: it would be stored again and again."""
+        return self._time.steady() + governed.served_s <= self._time.now()
 
     def get(
         self,
@@ -541,8 +600,11 @@ class Vault:
     # -- deletion ---------------------------------------------------------------------------------
 
     def plan_expired(self) -> DeletionPlan:
-        """What is past its deadline."""
+        """What is past its deadline. What this process has just used is reported first."""
         self._check_open()
+        if not self.read_only:
+            with suppress(KvvaultError):  # a full disk must not keep anything alive
+                self._report_use()
         return self._eraser.plan_expired()
 
     def plan_segments(self, segment_ids: Sequence[bytes]) -> DeletionPlan:
@@ -599,6 +661,46 @@ class Vault:
         """
         return self.execute(self.plan_expired(), reason="deadline")
 
+    def evict(self) -> EvictionReport:
+        """Bring the vault below its low watermark when it is above the high one.
+
+        Raises: as `delete_segments`.
+        """
+        self._check_open()
+        return self._evictor.relieve()
+
+    def has_expired(self) -> bool:
+        """Whether something is past its deadline and not held. Memory only, unless something is.
+
+        Raises:
+            StorageError, CatalogError.
+        """
+        now = self._time.steady()
+        if self._view.earliest_deadline() > now:
+            return False
+        first = self._catalog.read(retention.next_deadline)
+        return first is not None and first <= now
+
+    def reconcile(self) -> RecoveryReport:
+        """Repair what processes that died since left behind, as opening the vault does.
+
+        Raises:
+            VaultLockedError: another process is at it.
+            StorageError, CatalogError.
+        """
+        self._check_open()
+        with self._exclusively():
+            report = Recovery(
+                self._catalog, self._directory, layout.boot_id(), self._checker().count_intact
+            ).run()
+        self._view.refresh()
+        return report
+
+    @property
+    def catalog(self) -> Catalog:
+        """For the jobs' lease and history alone."""
+        return self._catalog
+
     def _expire_at_opening(self) -> None:
         plan = self._eraser.plan_expired()
         if plan.segments:
@@ -607,7 +709,55 @@ class Vault:
                 len(plan.segments),
                 plan.blocks,
             )
-            self._eraser.execute(plan, actor="kvvault", reason="deadline, at opening")
+            try:
+                self._eraser.execute(plan, actor="kvvault", reason="deadline, at opening")
+            except KvvaultError as exc:
+                # Not served in any case; no reason to keep shut what lives. Tried again by the job
+                # and by the next to open it.
+                log.error("what is past its deadline is not all gone yet: %s", exc)
+
+    # -- holds ------------------------------------------------------------------------------------
+
+    def place_hold(
+        self,
+        *,
+        reason: str,
+        actor: str,
+        tenant: str | None = None,
+        segment_id: bytes | None = None,
+    ) -> Hold:
+        """Stop expiry, eviction and erasure of what a tenant has and will have, or of one segment.
+        `reason` and `actor` are recorded as they are: nothing personal.
+
+        Raises:
+            ValueError: not exactly one of `tenant` and `segment_id`.
+            UsageError: the vault has no such thing; `reason` or `actor` is no usable text.
+            WrongKeyError, StorageError, CatalogError.
+        """
+        self._check_open()
+        now = self._time.steady()
+        if tenant is not None and segment_id is None:
+            return self._holder.place_on_tenant(tenant, reason=reason, actor=actor, now=now)
+        if segment_id is not None and tenant is None:
+            return self._holder.place_on_segment(segment_id, reason=reason, actor=actor, now=now)
+        raise ValueError("a hold is on a tenant or on a segment")
+
+    def clear_hold(self, number: int, *, reason: str, actor: str) -> DeletionReport:
+        """End a hold; what is past its deadline and no other hold keeps is destroyed now.
+
+        Raises:
+            UsageError: there is no hold of that number, or it was cleared before.
+            StorageError, CatalogError, VaultLockedError: also when the hold is cleared, and what it
+                kept could not be destroyed yet (the next expiry does it).
+        """
+        self._check_open()
+        self._holder.clear(number, reason=reason, actor=actor, now=self._time.steady())
+        return self.expire()
+
+    def holds(self, *, cleared: bool = False) -> list[Hold]:
+        """Holds in force, oldest first; with `cleared`, those that were as well."""
+        self._check_open()
+        return self._holder.list_holds(cleared=cleared)
 
     # -- policy and time --------------------------------------------------------------------------
 
@@ -691,6 +841,15 @@ class Vault:
         """
         return self._checker().check_all(progress)
 
+    def verify_segments(
+        self, segment_ids: Container[bytes], progress: Progress | None = None
+    ) -> VerifyReport:
+        """The same, of these segments.
+
+        Raises: as `verify`.
+        """
+        return self._checker().check_all(progress, only=segment_ids)
+
     def provider_info(self) -> ProviderInfo:
         """Where the root keys are and what destroying one is worth."""
         return self._provider.describe()
@@ -726,17 +885,17 @@ class Vault:
                 self._view.refresh()
                 self._view.drop_forgotten_tenants()
                 self._writer.close_windows()
-                if not self.read_only and self._clock.monotonic() >= next_report:
+                if self._clock.monotonic() >= next_report:
                     next_report = self._clock.monotonic() + _REPORT_S
-                    self._report()
+                    if not self.read_only:
+                        self._report()
+                    self._ring.follow(self._catalog)
             except Exception as exc:  # noqa: BLE001 - a damaged row must not end this thread
                 log.debug("the catalog could not be read: %s", type(exc).__name__)
 
     def _report(self) -> None:
         """Tell the catalog what was used and how late it is, follow what it says of the clock."""
-        uses = self._view.take_uses()
-        if uses:
-            self._catalog.submit(lambda c: retention.note_use(c, uses))
+        self._report_use(wait=False)
         self._time.set_jump(self.policy().vault.clock_jump_s)
         if self._time.suspect:
             mark = self._catalog.read(retention.get_mark)
@@ -744,6 +903,22 @@ class Vault:
                 self._time.adopt(mark)
         if self._marked_at + _MARK_S <= self._time.steady():
             self._marked_at = self._time.steady()
+            self._mark_time()
+
+    def _report_use(self, *, wait: bool = True) -> None:
+        uses = self._view.take_uses()
+        if uses:
+            noted = self._catalog.submit(lambda c: retention.note_use(c, uses))
+            if wait:
+                noted.result()
+
+    def _leave_word(self) -> None:
+        """Report for the last time. Else a clock that is set back before the next opening gains
+        what has passed since the time was noted, and what was just used counts as unused."""
+        if self.read_only:
+            return
+        with suppress(KvvaultError):
+            self._report_use(wait=False)
             self._mark_time()
 
     def _checker(self) -> Checker:
@@ -779,6 +954,7 @@ class Vault:
             last_first.callback(self._ring.close)
             last_first.callback(self._view.close)
             last_first.callback(self._writer.close)
+            last_first.callback(self._leave_word)
 
     def __enter__(self) -> Vault:
         return self

@@ -15,7 +15,11 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+
+import numpy as np
+import numpy.typing as npt
 
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
@@ -23,9 +27,9 @@ from kvvault.catalog.operations import SegmentRow
 from kvvault.catalog.retention import Use
 from kvvault.crypto import keys
 from kvvault.crypto.aead import SegmentCipher
-from kvvault.crypto.keys import WrappedSegment
-from kvvault.errors import ClosedError, KeyDestroyedError
-from kvvault.keyring import KeyRing
+from kvvault.crypto.keys import TenantKeys, WrappedSegment
+from kvvault.errors import ClosedError, WrongKeyError
+from kvvault.keyring import KeyRing, gone
 from kvvault.segments.format import Extent, segment_name
 from kvvault.segments.index import Location, SegmentIndex
 from kvvault.segments.io import SegmentDir, SegmentFile
@@ -44,10 +48,12 @@ class LiveSegment:
         "_hits",
         "_last_used",
         "_lock",
-        "_used",
+        "_used_at",
+        "_uses",
         "_wrapped",
         "deadline",
         "number",
+        "opened_at",
         "place",
         "records",
         "slides",
@@ -61,7 +67,9 @@ class LiveSegment:
         """Not served from then on. Written under the view's lock, read by anybody."""
         self.slides = False
         """Whether use moves its deadline."""
-        self._used = bytearray()
+        self.opened_at = 0.0
+        self._uses: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._used_at: npt.NDArray[np.float64] = np.zeros(0, np.float64)
         self._hits = 0
         self._last_used = 0.0
         self._wrapped = wrapped
@@ -84,38 +92,44 @@ class LiveSegment:
         with self._lock:
             if self._dead:
                 opened.close()
-                raise _gone()
+                raise gone()
             if self._cipher is None:
                 self._cipher = opened
             return self._cipher
 
     def _open(self, catalog: Catalog, ring: KeyRing) -> SegmentCipher:
-        tenant = ring.known(self.place.tenant_id)
-        if tenant is None:
-            row = catalog.read(lambda c: operations.get_tenant(c, self.place.tenant_id))
-            if row is None:
-                raise _gone()
-            tenant = ring.tenant(row)
-        return keys.open_segment(
-            tenant, self._wrapped, self.place.segment_id, self.place.namespace_digest
-        )
+        place = self.place
+        tenant = ring.known(place.tenant_id)
+        if tenant is not None:
+            with suppress(WrongKeyError):  # a purge has replaced one or the other: look again
+                return keys.open_segment(
+                    tenant, self._wrapped, place.segment_id, place.namespace_digest
+                )
+        return ring.open_segment(catalog, place.segment_id, place.namespace_digest)
 
     def follow(self, row: SegmentRow) -> None:
         """Take over what may change of a live segment. Called under the view's lock."""
         self.deadline = row.facts.deadline
+        self.opened_at = row.facts.created_at
         self.slides = row.idle_s is not None
         if row.wrapped_secret is not None:
             self._wrapped = WrappedSegment(row.wrapped_secret, row.commitment)
 
-    def use(self, slots: Sequence[int], now: float) -> None:
-        """Blocks of it were loaded. Counted per slot in this process, saturating."""
+    def use(self, slots: Sequence[int], now: float, *, times: int = 1) -> None:
+        """Blocks of it were loaded, or would have been stored again. Kept per slot in this process,
+        to decide what is evicted; counts saturate. Microseconds."""
         with self._lock:
             highest = max(slots) + 1
-            if len(self._used) < highest:
-                self._used.extend(bytes(highest - len(self._used)))
+            if len(self._uses) < highest:
+                more = highest - len(self._uses)
+                self._uses = np.concatenate([self._uses, np.zeros(more, np.uint8)])
+                self._used_at = np.concatenate(
+                    [self._used_at, np.full(more, self.opened_at, np.float64)]
+                )
             for slot in slots:
-                self._used[slot] = min(self._used[slot] + 1, _MAX_USES)
-            self._hits += len(slots)
+                self._uses[slot] = min(int(self._uses[slot]) + times, _MAX_USES)
+                self._used_at[slot] = max(float(self._used_at[slot]), now)
+            self._hits += len(slots) * times
             self._last_used = max(self._last_used, now)
 
     def take_use(self) -> Use | None:
@@ -127,10 +141,18 @@ class LiveSegment:
             self._hits = 0
             return use
 
-    def uses(self) -> bytes:
-        """How often each slot was loaded by this process, up to the last that was."""
+    def uses(self, blocks: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]] | None:
+        """How often this process used each of the first `blocks` slots, and when last (or stored):
+        two arrays of that length. None when it used none."""
         with self._lock:
-            return bytes(self._used)
+            if not len(self._uses):
+                return None
+            counts = np.zeros(blocks, np.uint8)
+            times = np.full(blocks, self.opened_at, np.float64)
+            known = min(blocks, len(self._uses))
+            counts[:known] = self._uses[:known]
+            times[:known] = self._used_at[:known]
+            return counts, times
 
     def close(self) -> None:
         """Drop the key. Waits for nobody."""
@@ -138,13 +160,6 @@ class LiveSegment:
             self._dead = True
             if self._cipher is not None:
                 self._cipher.close()
-
-
-def _gone() -> KeyDestroyedError:
-    return KeyDestroyedError(
-        "a segment or its tenant does not exist any more",
-        hint="nothing to do: its blocks are gone",
-    )
 
 
 class View:
@@ -188,6 +203,19 @@ class View:
         segment = self._by_number.get(location.number)
         return None if segment is None or segment.deadline <= now else location
 
+    def earliest_deadline(self) -> float:
+        """Of all live segments, as of the last refresh; infinite when there is none."""
+        with self._lock:
+            return min((s.deadline for s in self._by_number.values()), default=math.inf)
+
+    def touch(self, block_ids: Sequence[bytes], now: float) -> None:
+        """Blocks are in use although nobody loads them. Memory and short locks only."""
+        for block_id in block_ids:
+            location = self.find(block_id, now)
+            segment = None if location is None else self._by_number.get(location.number)
+            if location is not None and segment is not None:
+                segment.use([location.slot], now)
+
     def take_uses(self) -> list[Use]:
         """What of live segments was used since the last call."""
         with self._lock:
@@ -205,6 +233,10 @@ class View:
     def cipher(self, segment: LiveSegment) -> SegmentCipher:
         """See `LiveSegment.cipher`."""
         return segment.cipher(self._catalog, self._ring)
+
+    def renew(self, tenant: TenantKeys) -> None:
+        """Have a tenant's keys follow the catalog, after a purge elsewhere. See `KeyRing.renew`."""
+        self._ring.renew(self._catalog, tenant)
 
     def file(self, segment: LiveSegment) -> SegmentFile:
         """The segment's file, opened for reading and kept for the next time.

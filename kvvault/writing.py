@@ -35,8 +35,8 @@ from kvvault.counters import Counters
 from kvvault.crypto import keys
 from kvvault.crypto.aead import SegmentCipher, random_id
 from kvvault.crypto.keys import TenantKeys, WrappedSegment
-from kvvault.errors import ClosedError, KvvaultError, StorageError
-from kvvault.governing import Governed
+from kvvault.errors import ClosedError, KvvaultError, StorageError, WrongKeyError
+from kvvault.governing import LABELS, Governed, Inherited
 from kvvault.model import Guard, Namespace, PutReport
 from kvvault.options import VaultOptions
 from kvvault.sealing import Sealer
@@ -61,12 +61,12 @@ class Destination:
 
     tenant: TenantKeys
     namespace: Namespace
-    governed: Governed
+    under: Governed | Inherited
 
     @property
     def key(self) -> _ScopeKey:
         """Blocks with equal keys share segments."""
-        return self.tenant.tenant_id, self.namespace.digest, *self.governed.key
+        return self.tenant.tenant_id, self.namespace.digest, *self.under.key
 
 
 @dataclass(slots=True)
@@ -172,14 +172,20 @@ class Writer:
     def _claim(self, block_ids: Sequence[bytes]) -> tuple[list[int], set[bytes]]:
         """The positions of blocks that are neither live nor being stored by anybody here."""
         fresh: list[int] = []
+        known: list[bytes] = []
         ours: set[bytes] = set()
         now = self._time.now()
         with self._lock:
             for i, block_id in enumerate(block_ids):
-                if block_id not in self._in_flight and self._view.find(block_id, now) is None:
+                if block_id in self._in_flight:
+                    continue
+                if self._view.find(block_id, now) is not None:
+                    known.append(block_id)
+                else:
                     fresh.append(i)
                     ours.add(block_id)
                     self._in_flight.add(block_id)
+        self._view.touch(known, now)  # somebody computed them again: they are in use
         return fresh, ours
 
     def _put_batch(
@@ -258,7 +264,7 @@ class Writer:
             segment.granted,
             segment.capacity,
             segment.place.block_bytes,
-            to.governed.verdict.max_bytes,
+            to.under.max_bytes,
             least=least,
         )
 
@@ -339,7 +345,7 @@ class Writer:
         with self._lock:
             if self._closed:
                 raise ClosedError("the vault is closed", hint="open it again")
-            now = self._time.now()
+            now = self._time.steady()
             for segment_id, segment in reversed(self._idle.items()):
                 if self._keys.get(segment_id) == scope and now < segment.closes_at:
                     del self._idle[segment_id]
@@ -366,7 +372,7 @@ class Writer:
 
     def close_windows(self) -> None:
         """Seal the segments that take no more blocks because their time for it is over."""
-        now = self._time.now()
+        now = self._time.steady()
         with self._lock:
             over = [segment for segment in self._idle.values() if segment.closes_at <= now]
             for segment in over:
@@ -374,6 +380,16 @@ class Writer:
         self._seal(over)
 
     def _new_segments(self, to: Destination, count: int) -> list[OpenSegment]:
+        while True:
+            key_no = to.tenant.key_no  # first: all that follows is under this key or a newer one
+            try:
+                return self._make_segments(to, count, key_no)
+            except (SegmentGoneError, WrongKeyError):
+                self._view.renew(to.tenant)  # unless a purge has replaced it, nothing changes
+                if to.tenant.key_no == key_no:
+                    raise
+
+    def _make_segments(self, to: Destination, count: int, key_no: int) -> list[OpenSegment]:
         """Make `count` segments with one durable commit. Each has a key and a place of its own.
 
         Their files come first, empty and locked, so that recovery in another process sees an owner
@@ -381,8 +397,12 @@ class Writer:
         """
         made: list[tuple[bytes, SegmentFile, WrappedSegment, SegmentCipher]] = []
         tenant, namespace = to.tenant, to.namespace
-        now = self._time.steady()
-        terms = to.governed.terms(now, tenant)
+        now = to.under.opened_at(self._time.steady())
+        terms = to.under.terms(now, tenant)
+        if terms.sealed_labels is not None:
+            tenant.open_text(
+                LABELS, terms.sealed_labels
+            )  # inherited ones may be older than the key
 
         def add(connection: Connection) -> None:
             for segment_id, _file, wrapped, _cipher in made:
@@ -396,6 +416,7 @@ class Writer:
                     boot_id=self._boot_id,
                     now=now,
                     terms=terms,
+                    key_no=key_no,
                 )
 
         try:
@@ -410,7 +431,7 @@ class Writer:
                 with contextlib.suppress(KvvaultError):
                     self._directory.unlink(file.name)
             raise
-        size = to.governed.segment_bytes or self._options.segment_bytes
+        size = to.under.segment_bytes or self._options.segment_bytes
         capacity = max(1, min(size // namespace.block_bytes, MAX_SLOTS))
         for segment_id, _file, _wrapped, _cipher in made:
             self._keys[segment_id] = to.key
@@ -426,7 +447,7 @@ class Writer:
                 cipher,
                 file,
                 capacity,
-                closes_at=to.governed.closes_at(now),
+                closes_at=to.under.closes_at(now),
             )
             for segment_id, file, _wrapped, cipher in made
         ]

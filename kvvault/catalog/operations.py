@@ -107,13 +107,8 @@ class Terms:
     sealed_labels: bytes | None = None
     delete_by: float | None = None
     idle_s: float | None = None
+    idle_until: float | None = None
     keep_until: float | None = None
-
-    def idle_until(self, used_at: float) -> float | None:
-        """The sliding deadline of what was last used then."""
-        if self.idle_s is None:
-            return None
-        return min(used_at + self.idle_s, math.inf if self.delete_by is None else self.delete_by)
 
 
 class SegmentGoneError(CatalogError):
@@ -309,7 +304,7 @@ def add_segment(
             sealed_labels=terms.sealed_labels,
             delete_by=terms.delete_by,
             idle_s=terms.idle_s,
-            idle_until=terms.idle_until(now),
+            idle_until=terms.idle_until,
             keep_until=terms.keep_until,
         )
     )

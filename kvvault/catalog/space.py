@@ -79,9 +79,11 @@ def usage(
 ) -> Usage:
     """What is used by all segments, or by those that one rule governs of one tenant."""
     s = t.segments.c
-    is_open = s.state == SegmentState.OPEN.value
-    slots = case((is_open, func.max(s.granted, s.blocks)), else_=s.blocks)
-    pending = case((is_open, func.max(s.granted - s.blocks, 0)), else_=0)
+    # Whoever writes to a revoked segment may not know it yet, and have a batch under way: its grant
+    # counts until its file is gone.
+    is_sealed = s.state == SegmentState.SEALED.value
+    slots = case((is_sealed, s.blocks), else_=func.max(s.granted, s.blocks))
+    pending = case((is_sealed, 0), else_=func.max(s.granted - s.blocks, 0))
     statement = select(
         func.coalesce(func.sum(slots * s.block_bytes), 0),
         func.coalesce(func.sum(pending * s.block_bytes), 0),

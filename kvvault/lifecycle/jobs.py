@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvvault.errors import (
     KeyUnavailableError,
@@ -24,12 +23,9 @@ __all__ = [
     "Job",
     "JobContext",
     "JobRefusedError",
-    "Verifiable",
     "checkpoint_job",
-    "default_jobs",
     "find_job",
     "sampling_scrub_job",
-    "scrub_job",
 ]
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
@@ -94,21 +90,6 @@ def find_job(jobs: Sequence[Job], name: str) -> Job | None:
 
 
 # -- scrub ---------------------------------------------------------------------------------------
-
-
-class Verifiable(Protocol):
-    """As much of a `Vault` as these jobs need."""
-
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport: ...
-
-
-def scrub_job(vault: Verifiable, interval_s: float = _DAY_S) -> Job:
-    """Authenticate every live block once per interval."""
-
-    def run(context: JobContext) -> str:
-        return _judge(vault.verify(lambda done, total: context.check()))
-
-    return Job("scrub", interval_s, run)
 
 
 def sampling_scrub_job(
@@ -198,11 +179,3 @@ def checkpoint_job(empty_log: Callable[[], None], interval_s: float = _HOUR_S) -
         return "log emptied"
 
     return Job("checkpoint", interval_s, run)
-
-
-# -- the registry --------------------------------------------------------------------------------
-
-
-def default_jobs(vault: Verifiable) -> tuple[Job, ...]:
-    """The jobs of a vault, with their intervals."""
-    return (scrub_job(vault),)

@@ -19,7 +19,6 @@ from kvvault.errors import UsageError, VaultNotFoundError
 from kvvault.model import SystemClock
 
 if TYPE_CHECKING:
-    from kvvault.catalog.catalog import Catalog
     from kvvault.lifecycle.lease import BootClock
     from kvvault.lifecycle.runs import JobStatus, RunReport
     from kvvault.vault import Vault
@@ -36,10 +35,6 @@ def register(app: typer.Typer) -> None:
     command(jobs, "ls")(jobs_ls)
     command(jobs, "run")(jobs_run)
     app.add_typer(jobs)
-
-
-def _catalog_of(vault: Vault) -> Catalog:
-    return vault._catalog
 
 
 def _boot() -> BootClock:
@@ -92,19 +87,14 @@ def daemon(run: Run) -> int | None:
     another takes over within 15 seconds. With --json the lines are JSON documents.
     """
     from kvvault.lifecycle.daemon import harden_process
-    from kvvault.lifecycle.jobs import default_jobs
-    from kvvault.lifecycle.scheduler import Scheduler
+    from kvvault.upkeep import scheduler_of
 
     harden_process()  # before there are keys
     runs = failed = 0
     events: queue.SimpleQueue[RunReport | _Leading | _Stop] = queue.SimpleQueue()
     with _signals(events), _open_for_work(run) as vault:
-        scheduler = Scheduler(
-            _catalog_of(vault),
-            default_jobs(vault),
-            _boot(),
-            report=events.put,
-            leading=lambda begins: events.put(_Leading(begins)),
+        scheduler = scheduler_of(
+            vault, report=events.put, leading=lambda begins: events.put(_Leading(begins))
         )
         scheduler.start()
         try:
@@ -162,14 +152,14 @@ def jobs_ls(run: Run) -> int | None:
 
     Exit code 3 when a job is overdue or its last run failed.
     """
-    from kvvault.lifecycle.jobs import default_jobs
     from kvvault.lifecycle.runs import job_health
+    from kvvault.upkeep import jobs_of
 
     path = run.vault_path()
     with run.open_vault() as vault:
         statuses = job_health(
-            _catalog_of(vault),
-            default_jobs(vault),
+            vault.catalog,
+            jobs_of(vault),
             SystemClock().now(),
             since=_made_at(path),
             boot=_boot(),
@@ -254,18 +244,19 @@ def jobs_run(
     Only where no engine and no daemon runs the jobs, exit code 11 otherwise. Exit code 1 when the
     job failed, 3 when it refused.
     """
-    from kvvault.lifecycle.jobs import default_jobs, find_job
+    from kvvault.lifecycle.jobs import find_job
     from kvvault.lifecycle.scheduler import run_once
+    from kvvault.upkeep import jobs_of
 
     with _open_for_work(run) as vault:
-        jobs = default_jobs(vault)
+        jobs = jobs_of(vault)
         job = find_job(jobs, name)
         if job is None:
             raise UsageError(
                 "there is no job of that name",
                 hint=f"jobs are: {', '.join(job.name for job in jobs)}",
             )
-        report = run_once(_catalog_of(vault), job, _boot(), wait=wait)
+        report = run_once(vault.catalog, job, _boot(), wait=wait)
     if run.output.json:
         run.output.document(_run_json(report))
     else:

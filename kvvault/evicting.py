@@ -1,0 +1,328 @@
+"""Making room: which segments go when space runs out, and what of them is written again.
+
+Called by threads that store and found no space (`Evictor.make_room`), and by the job
+(`Evictor.relieve`), which keeps the vault below its high watermark so that the former is rare.
+What goes is decided in `kvvault.lifecycle.value`; nothing that is held or below its floor goes, and
+when only that is left, stores are refused.
+
+Blocks that are worth keeping are read before their segment is deleted and written again after it,
+because there is no space for both. They keep deadline, floor and rule; should writing fail they are
+lost, which for a cache is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvvault.catalog import operations, retention
+from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.operations import SegmentRow, Terms
+from kvvault.catalog.space import NoSpaceError
+from kvvault.counters import Counters
+from kvvault.crypto.keys import TenantKeys
+from kvvault.deleting import Eraser, Trigger
+from kvvault.errors import KvvaultError
+from kvvault.governing import Governor, Inherited
+from kvvault.keyring import KeyRing
+from kvvault.lifecycle.value import SegmentUse, Victim, choose_victims
+from kvvault.model import Namespace, Outcome, SegmentState
+from kvvault.reading import ALWAYS, Reader
+from kvvault.segments.io import AlignedBuffer
+from kvvault.segments.store import Wanted, block_ids_of
+from kvvault.space import Space
+from kvvault.timekeeping import VaultTime
+from kvvault.view import View
+from kvvault.writing import Destination, Writer
+
+log = logging.getLogger(__name__)
+
+_LEAST_SHARE = 0.02
+"""At least this share of the cap goes at once, so that eviction is rare."""
+
+_READMIT_BYTES = 64 << 20
+"""At most so much of one segment is written again: it waits in memory meanwhile."""
+
+_READMIT_WINDOW_S = 1.0
+"""How long a segment of blocks that are written again takes more of them."""
+
+_REST_S = 1.0
+"""For how long nobody looks again after nothing could be freed."""
+
+_FOREIGN_S = 86400.0
+"""A namespace that nobody stored to or loaded from for so long is foreign: its engine is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionReport:
+    """What one run did. Bytes."""
+
+    segments: int = 0
+    freed_bytes: int = 0
+    readmitted_bytes: int = 0
+    missing_bytes: int = 0
+    """What could not be freed: all the rest is held or below its floor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """Blocks in memory that are to be written again."""
+
+    block_ids: tuple[bytes, ...]
+    blocks: tuple[memoryview, ...]
+    uses: tuple[tuple[int, float], ...]
+    """How often each was used, and when last."""
+
+
+class Evictor:
+    """Any thread; one evicts, the others wait for it."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        view: View,
+        ring: KeyRing,
+        reader: Reader,
+        writer: Writer,
+        eraser: Eraser,
+        space: Space,
+        governor: Governor,
+        time: VaultTime,
+        counters: Counters,
+    ) -> None:
+        self._catalog = catalog
+        self._view = view
+        self._ring = ring
+        self._reader = reader
+        self._writer = writer
+        self._eraser = eraser
+        self._space = space
+        self._governor = governor
+        self._time = time
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._rounds = 0
+        self._rest_until = 0.0
+
+    def make_room(self, shortage: NoSpaceError) -> bool:
+        """Free what a store needs; whether trying again makes sense. Never raises."""
+        seen = self._rounds
+        with self._lock:
+            if self._rounds != seen:
+                return True  # somebody else has just made some
+            now = self._time.steady()
+            if now < self._rest_until:
+                return False
+            try:
+                report = self._evict(max(shortage.short, self._least()), shortage, "stores wait")
+            except KvvaultError as exc:
+                log.warning("no room is made: %s", exc)
+                report = EvictionReport()
+            if not report.freed_bytes:
+                self._rest_until = now + _REST_S
+                return False
+            self._rounds += 1
+            return True
+
+    def relieve(self) -> EvictionReport:
+        """Bring the vault below its low watermark when it is above the high one, or the file system
+        above its free-space floor.
+
+        Raises:
+            StorageError, CatalogError: as deletions.
+        """
+        with self._lock:
+            around = self._space.around()
+            limits = self._space.limits(around)
+            _, policy = self._governor.current()
+            usage = self._space.usage()
+            used = usage.used + around.catalog_bytes
+            cap = limits.cap_bytes or 0
+            above = int(used - policy.vault.low_watermark * cap) if cap else 0
+            if used <= policy.vault.high_watermark * cap:
+                above = 0
+            short = limits.free_floor_bytes + usage.pending - around.free_bytes
+            if max(above, short) <= 0:
+                return EvictionReport()
+            report = self._evict(max(above, short), None, "watermark")
+            self._rounds += 1
+            return report
+
+    def _least(self) -> int:
+        around = self._space.around()
+        return int(_LEAST_SHARE * (self._space.limits(around).cap_bytes or 0))
+
+    def _evict(self, nbytes: int, shortage: NoSpaceError | None, reason: str) -> EvictionReport:
+        now = self._time.steady()
+        rows = {
+            row.facts.segment_id: row
+            for row in self._catalog.read(operations.list_segments)
+            if row.facts.state is SegmentState.SEALED
+            and row.well_formed
+            and (
+                shortage is None
+                or shortage.rule is None
+                or (row.facts.rule, row.facts.tenant_id) == (shortage.rule, shortage.tenant_id)
+            )
+        }
+        held = self._catalog.read(retention.held_segments)
+        chosen = choose_victims(self._uses(list(rows.values()), held, now), nbytes, now)
+        report = EvictionReport(missing_bytes=chosen.missing_bytes)
+        for victim in chosen.victims:
+            report = self._evict_one(rows[victim.segment_id], victim, reason, report)
+        self._counters.add(
+            evicted_segments=report.segments,
+            evicted_bytes=report.freed_bytes,
+            readmitted_bytes=report.readmitted_bytes,
+        )
+        if report.segments:
+            log.info(
+                "evicted %d segments (%d bytes freed, %d written again): %s",
+                report.segments,
+                report.freed_bytes,
+                report.readmitted_bytes,
+                reason,
+            )
+        return report
+
+    def _uses(self, rows: Sequence[SegmentRow], held: set[bytes], now: float) -> list[SegmentUse]:
+        latest: dict[bytes, float] = {}
+        for row in rows:
+            facts = row.facts
+            seen = max(facts.created_at, facts.last_used or 0.0)
+            digest = facts.namespace_digest
+            latest[digest] = max(seen, latest.get(digest, 0.0))
+        uses = []
+        for row in rows:
+            facts = row.facts
+            segment = self._view.segment_by_id(facts.segment_id)
+            known = None if segment is None else segment.uses(facts.blocks)
+            uses.append(
+                SegmentUse(
+                    facts.segment_id,
+                    facts.block_bytes,
+                    facts.blocks,
+                    facts.created_at,
+                    facts.last_used,
+                    facts.hits,
+                    None if facts.deadline == float("inf") else facts.deadline,
+                    facts.keep_until,
+                    facts.segment_id in held,
+                    latest[facts.namespace_digest] + _FOREIGN_S < now,
+                    None if known is None else known[0],
+                    None if known is None else known[1],
+                )
+            )
+        return uses
+
+    def _evict_one(
+        self, row: SegmentRow, victim: Victim, reason: str, report: EvictionReport
+    ) -> EvictionReport:
+        saved = self._save(row, victim.readmit) if victim.readmit else None
+        plan = self._eraser.plan_segments([victim.segment_id], Trigger.EVICT)
+        done = self._eraser.execute(plan, actor="kvvault", reason=reason)
+        again = 0
+        if done.segments and saved is not None:
+            again = self._write_again(row, saved)
+        return EvictionReport(
+            report.segments + done.segments,
+            report.freed_bytes + done.data_bytes - again,
+            report.readmitted_bytes + again,
+            report.missing_bytes,
+        )
+
+    def _save(self, row: SegmentRow, slots: Sequence[int]) -> _Saved | None:
+        """Read blocks into memory, as far as they can be read and are not too many."""
+        segment = self._view.segment_by_id(row.facts.segment_id)
+        if segment is None:
+            return None
+        extents = self._catalog.read(
+            partial(operations.list_extents, segment_id=row.facts.segment_id)
+        )
+        ids = {
+            extent.first_slot + i: block_id
+            for extent in extents
+            if extent.well_formed
+            for i, block_id in enumerate(block_ids_of(extent))
+        }
+        size = row.facts.block_bytes
+        wanted = [slot for slot in slots if slot in ids][: max(1, _READMIT_BYTES // size)]
+        if not wanted:
+            return None
+        memory = AlignedBuffer(len(wanted) * size).view
+        parts = [memory[i * size : (i + 1) * size] for i in range(len(wanted))]
+        outcomes = self._reader.read_slots(
+            segment,
+            [
+                Wanted(slot, ids[slot], segment.records[slot], part)
+                for slot, part in zip(wanted, parts, strict=True)
+            ],
+            ALWAYS,
+        )
+        good = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.HIT]
+        known = segment.uses(row.facts.blocks)
+        return _Saved(
+            tuple(ids[wanted[i]] for i in good),
+            tuple(parts[i] for i in good),
+            tuple(
+                (0, row.facts.created_at)
+                if known is None
+                else (int(known[0][wanted[i]]), float(known[1][wanted[i]]))
+                for i in good
+            ),
+        )
+
+    def _write_again(self, row: SegmentRow, saved: _Saved) -> int:
+        """Bytes that were written again."""
+        facts = row.facts
+        try:
+            tenant = self._catalog.read(
+                partial(operations.get_tenant, tenant_id=facts.tenant_id or b"")
+            )
+            namespace = next(
+                (
+                    known.namespace
+                    for known in self._catalog.read(operations.list_namespaces)
+                    if known.namespace.digest == facts.namespace_digest
+                ),
+                None,
+            )
+            if tenant is None or namespace is None:
+                return 0
+            to = _inheriting(row, self._ring.tenant(tenant), namespace, self._time.steady())
+            report = self._writer.put(to, saved.block_ids, saved.blocks, ALWAYS)
+        except KvvaultError as exc:
+            log.debug("blocks are not written again: %s", exc)
+            return 0
+        for block_id, (times, last) in zip(saved.block_ids, saved.uses, strict=True):
+            self._carry_over(block_id, times, last)
+        return report.stored * facts.block_bytes
+
+    def _carry_over(self, block_id: bytes, times: int, last: float) -> None:
+        """What is known of a block's use goes where the block goes."""
+        location = self._view.find(block_id, self._time.now())
+        segment = None if location is None else self._view.segment(location.number)
+        if location is not None and segment is not None and times:
+            segment.use([location.slot], last, times=times)
+
+
+def _inheriting(
+    row: SegmentRow, tenant: TenantKeys, namespace: Namespace, now: float
+) -> Destination:
+    """Where blocks of a segment go that live on: under its own terms, as old as it is."""
+    facts = row.facts
+    kept = Terms(
+        policy_no=facts.policy_no,
+        rule=facts.rule,
+        retention_class=facts.retention_class,
+        sealed_labels=row.sealed_labels,
+        delete_by=facts.delete_by,
+        idle_s=row.idle_s,
+        idle_until=facts.idle_until,
+        keep_until=facts.keep_until,
+    )
+    under = Inherited(facts.segment_id, kept, facts.created_at, now + _READMIT_WINDOW_S)
+    return Destination(tenant, namespace, under)
