@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from kvvault.lifecycle.runs import RunReport
 from kvvault.tiering.transfers import TransferPool
 
 BLOCKS = "kvvault_tier_blocks"
@@ -28,11 +29,13 @@ TIMEOUTS = "kvvault_tier_timeouts"
 SECONDS = "kvvault_tier_transfer_seconds"
 PENDING = "kvvault_tier_pending_transfers"
 STALLED = "kvvault_tier_stalled"
+JOB_RUNS = "kvvault_tier_job_runs"
+JOBS_FAILING = "kvvault_tier_jobs_failing"
 
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 # Vault counter → (metric, labels).
-_FROM_VAULT: Mapping[str, tuple[str, tuple[str, str]]] = {
+_FROM_VAULT: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "hit": (BLOCKS, ("load", "hit")),
     "miss": (BLOCKS, ("load", "miss")),
     "tampered": (BLOCKS, ("load", "tampered")),
@@ -43,6 +46,9 @@ _FROM_VAULT: Mapping[str, tuple[str, tuple[str, str]]] = {
     "stored_blocks": (BLOCKS, ("store", "stored")),
     "present_blocks": (BLOCKS, ("store", "present")),
     "refused_blocks": (BLOCKS, ("store", "refused")),
+    "declined_blocks": (BLOCKS, ("store", "declined")),
+    "evicted_bytes": (BYTES, ("evict",)),
+    "readmitted_bytes": (BYTES, ("readmit",)),
 }
 _FROM_TIER: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "not_persisted_blocks": (BLOCKS, ("store", "not_persisted")),
@@ -63,6 +69,7 @@ class TierMetrics:
     def __init__(self) -> None:
         self._stats = OffloadingConnectorStats()
         self._seen: Counter[str] = Counter()
+        self._failing: set[str] = set()
 
     @staticmethod
     def definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -71,7 +78,8 @@ class TierMetrics:
                 documentation="Blocks by operation and outcome.", labelnames=("op", "outcome")
             ),
             BYTES: OffloadingCounterMetadata(
-                documentation="Bytes moved to and from the vault.", labelnames=("op",)
+                documentation="Bytes moved to and from the vault, and within it.",
+                labelnames=("op",),
             ),
             REQUESTS: OffloadingCounterMetadata(
                 documentation="Requests by how their tenant was decided.", labelnames=("verdict",)
@@ -92,7 +100,22 @@ class TierMetrics:
             STALLED: OffloadingGaugeMetadata(
                 documentation="1 while a disk operation hangs beyond its time limit."
             ),
+            JOB_RUNS: OffloadingCounterMetadata(
+                documentation="Runs of the vault's jobs in this process.",
+                labelnames=("job", "outcome"),
+            ),
+            JOBS_FAILING: OffloadingGaugeMetadata(
+                documentation="Jobs whose last run in this process did not succeed."
+            ),
         }
+
+    def job(self, report: RunReport) -> None:
+        """A job of the vault has run in this process."""
+        self._stats.increase_counter(JOB_RUNS, 1, (report.job, report.outcome))
+        if report.outcome == "ok":
+            self._failing.discard(report.job)
+        else:
+            self._failing.add(report.job)
 
     def load(self, seconds: float, nbytes: int) -> None:
         self._transfer("load", seconds, nbytes)
@@ -118,4 +141,5 @@ class TierMetrics:
         stats, self._stats = self._stats, OffloadingConnectorStats()
         stats.set_gauge(PENDING, pool.pending)
         stats.set_gauge(STALLED, float(pool.stalled))
+        stats.set_gauge(JOBS_FAILING, len(self._failing))
         return stats

@@ -17,8 +17,10 @@ from enum import StrEnum
 from kvvault.vault import Scope
 
 PARAMS_KEY = "kvvault"
-_KNOWN = frozenset({"tenant", "persist"})
+_KNOWN = frozenset({"tenant", "persist", "class"})
 _MAX_NAME = 256
+_MAX_CLASSES = 64
+"""Retention classes that are remembered; a client that keeps inventing names gets the default."""
 
 
 class Verdict(StrEnum):
@@ -50,6 +52,8 @@ class Claim:
 
     tenant: str | None = None
     persist: bool = True
+    retention_class: str | None = None
+    """Which it asks for. The policy decides whether there is one; it can only shorten a life."""
 
 
 def claim(params: object) -> Claim | None:
@@ -68,7 +72,12 @@ def claim(params: object) -> Claim | None:
         return None
     if tenant is not None and not (isinstance(tenant, str) and 0 < len(tenant) <= _MAX_NAME):
         return None
-    return Claim(tenant, persist)
+    retention_class = mine.get("class")
+    if retention_class is not None and not (
+        isinstance(retention_class, str) and 0 < len(retention_class) <= _MAX_NAME
+    ):
+        return None
+    return Claim(tenant, persist, retention_class)
 
 
 class Tenancy:
@@ -78,6 +87,7 @@ class Tenancy:
         """`scopes`: the tenants that may be named, and the default one."""
         self._scopes = dict(scopes)
         self._default = None if default is None else self._scopes[default]
+        self._asking: dict[tuple[bytes, str], Scope] = {}
 
     def decide(self, params: object) -> RequestState:
         """The state of a new request. Never raises.
@@ -91,7 +101,18 @@ class Tenancy:
         if asked.tenant is not None:
             scope = self._scopes.get(asked.tenant)
             if scope is not None:
-                return RequestState(scope, asked.persist, Verdict.ACCEPTED)
+                return RequestState(self._ask(scope, asked), asked.persist, Verdict.ACCEPTED)
         if self._default is None:
             return RequestState(None, False, Verdict.NO_TENANT)
-        return RequestState(self._default, asked.persist, Verdict.DEFAULT_TENANT)
+        scope = self._ask(self._default, asked)
+        return RequestState(scope, asked.persist, Verdict.DEFAULT_TENANT)
+
+    def _ask(self, scope: Scope, asked: Claim) -> Scope:
+        if asked.retention_class is None:
+            return scope
+        key = (scope.tenant_id, asked.retention_class)
+        if key not in self._asking:
+            if len(self._asking) >= _MAX_CLASSES:
+                return scope
+            self._asking[key] = scope.asking(asked.retention_class)
+        return self._asking[key]

@@ -17,6 +17,7 @@ silently does not cache, or caches somewhere else, helps nobody.
 from __future__ import annotations
 
 import logging
+import queue
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,11 @@ from kvvault.integrations.vllm import shims
 from kvvault.integrations.vllm.metrics import TierMetrics
 from kvvault.integrations.vllm.namespace import build_namespace
 from kvvault.integrations.vllm.tenancy import RequestState, Tenancy
+from kvvault.lifecycle.runs import RunReport
+from kvvault.lifecycle.scheduler import log_run
 from kvvault.model import Guard, Namespace, Outcome, SystemClock
 from kvvault.tiering.transfers import Finished, Part, PoolOptions, TransferPool
+from kvvault.upkeep import scheduler_of
 from kvvault.vault import Vault
 
 if TYPE_CHECKING:
@@ -76,6 +80,8 @@ class TierSettings(BaseModel):
     """Stores waiting or under way; they pin CPU-tier memory. Beyond that stores are dropped."""
     load_timeout_s: float = Field(default=10.0, gt=0)
     store_timeout_s: float = Field(default=30.0, gt=0)
+    jobs: bool = True
+    """Run the vault's jobs (expiry, eviction, purge, ...) in this process, unless another does."""
     immutable_lora: bool = False
     """The operator's word that a LoRA adapter never changes under a name once used. Without it an
     engine with LoRA is refused: vLLM's block hashes know an adapter by its name only."""
@@ -148,6 +154,10 @@ class KvvaultTier(SecondaryTierManager):
             self._vault.close()
             raise
         self._tenancy = Tenancy(scopes, settings.default_tenant)
+        self._runs: queue.SimpleQueue[RunReport] = queue.SimpleQueue()
+        self._scheduler = scheduler_of(self._vault, report=self._job_ran) if settings.jobs else None
+        if self._scheduler is not None:
+            self._scheduler.start()
         self._threads = settings.threads
         self._pool: TransferPool[list[Outcome] | int] = TransferPool(
             PoolOptions(
@@ -350,7 +360,10 @@ class KvvaultTier(SecondaryTierManager):
 
     @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Nothing yet: segments are not evicted by recency."""
+        """What is in use is evicted later, and its sliding deadline moves."""
+        scope = self._state(req_context).scope
+        if scope is not None:
+            self._vault.touch(scope, tuple(keys))
 
     @override
     def drain_jobs(self) -> None:
@@ -366,6 +379,8 @@ class KvvaultTier(SecondaryTierManager):
         self._shut_down = True
         try:
             self._pool.close()
+            if self._scheduler is not None:
+                self._scheduler.stop()
             self._vault.close()
         except KvvaultError as exc:
             log.warning("the vault was not closed cleanly: %s", exc)
@@ -381,7 +396,14 @@ class KvvaultTier(SecondaryTierManager):
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
+        while not self._runs.empty():
+            self._metrics.job(self._runs.get())
         return self._metrics.collect(self._counts, self._vault.counters(), self._pool)
+
+    def _job_ran(self, report: RunReport) -> None:
+        """Any thread."""
+        log_run(report)
+        self._runs.put(report)
 
 
 __all__: Sequence[str] = ["KvvaultTier", "TierSettings"]
