@@ -185,7 +185,7 @@ class Eraser:
                 raise
             # A full disk must not keep what is to be erased: it makes the room to write it down.
             # If that fails again, the blocks are gone and the next to open the vault notes it.
-            self._discard(ids)
+            self._discard(self._still_doomed(plan, now))
             done = self._catalog.write(revoke)
         if done.refused:
             raise _held(done.held)
@@ -200,6 +200,31 @@ class Eraser:
             done.held + len(plan.held),
             now,
         )
+
+    def _still_doomed(self, plan: DeletionPlan, now: float) -> list[bytes]:
+        """What of a plan may be destroyed now: the plan may be older than a hold, or than the use
+        that moved a deadline.
+
+        Raises:
+            HeldError: the plan is for all or nothing, and something is held.
+        """
+        ids = [facts.segment_id for facts in plan.segments]
+        tenant_id = plan.tenant_id
+
+        def look(connection: Connection) -> tuple[list[retention.Candidate], bool]:
+            return retention.live_among(connection, ids), (
+                tenant_id is not None and retention.tenant_held(connection, tenant_id)
+            )
+
+        found, tenant_held = self._catalog.read(look)
+        kept = sum(one.held for one in found)
+        if tenant_id is not None and (kept or tenant_held):
+            raise _held(kept)
+        return [
+            one.facts.segment_id
+            for one in found
+            if not one.held and (plan.trigger is not Trigger.EXPIRE or one.facts.deadline <= now)
+        ]
 
     def _finish(self, ids: Sequence[bytes]) -> None:
         self._view.refresh()
