@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from kvvault.crypto.aead import ID_BYTES, random_id, self_test
 from kvvault.crypto.providers.base import KeyProvider
+from kvvault.crypto.providers.keyring import from_another_boot
 from kvvault.errors import (
     FormatError,
     StorageError,
@@ -131,14 +132,16 @@ def remove_catalog(catalog: Path) -> None:
 
 
 def keys_vanished(descriptor: Descriptor, provider: KeyProvider, epoch: str) -> bool:
-    """Whether the keys of `epoch` were in the memory of a process that is gone. Only a vault made
-    with a provider that keeps nothing anywhere can say so; with any other, also when that provider
-    is named by mistake, a missing key is a wrong configuration, and nothing is destroyed for it.
+    """Whether the keys of `epoch` were in the memory of a process that is gone, or in the kernel of
+    a boot that is over. Only a vault made with a provider that keeps nothing on any disk can say
+    so; with any other, also when such a provider is named by mistake, a missing key is a wrong
+    configuration, and nothing is destroyed for it.
     """
-    kept_nowhere = all(
-        uri.startswith("ephemeral:") for uri in (descriptor.provider, provider.describe().uri)
+    uris = (descriptor.provider, provider.describe().uri)
+    gone = all(uri.startswith("ephemeral:") for uri in uris) or (
+        all(uri.startswith("keyring:") for uri in uris) and from_another_boot(epoch)
     )
-    return kept_nowhere and epoch not in provider.epochs()
+    return gone and epoch not in provider.epochs()
 
 
 def boot_id() -> str:

@@ -56,6 +56,8 @@ class Prompt:
     max_tokens: int = 8
     salt: str | None = None
     kv_transfer_params: Mapping[str, object] | None = None
+    wait_s: float = 0.0
+    """Seconds to let pass before, with the engine idle."""
     forget_first: bool = False
     """Empty the engine's own prefix cache before; the CPU tier and those below keep theirs."""
 
@@ -258,6 +260,10 @@ def _answer(job: Mapping[str, object]) -> str:
     prompts = job["prompts"]
     assert isinstance(prompts, list)
     for prompt in prompts:
+        until = time.monotonic() + prompt["wait_s"]
+        while time.monotonic() < until:
+            _drain(core)
+            time.sleep(0.05)
         if prompt["forget_first"]:
             _drain(core)
             assert llm.reset_prefix_cache()
