@@ -20,7 +20,7 @@ from kvvault.lifecycle.scheduler import Scheduler
 ROOT = Path(__file__).parents[2]
 BOOT = "this boot"
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 """After this long something hangs. Never part of what a test asserts."""
 
 

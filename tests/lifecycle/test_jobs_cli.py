@@ -16,11 +16,15 @@ from kvvault import layout
 from kvvault.catalog import jobs as rows
 from kvvault.catalog.catalog import Catalog
 from kvvault.lifecycle.lease import BootClock, Lease
+from kvvault.lifecycle.runs import KEPT_RUNS
 from kvvault.model import SystemClock
 from kvvault.vault import Vault
 from tests.cli.conftest import Place
 from tests.cli.support import ROOT, Result, fill, finish, run, start
 from tests.lifecycle.support import until
+
+JOBS = ["expire", "evict", "purge", "scrub", "reconcile", "checkpoint"]
+DAY_S = 86_400.0
 
 FIELDS = {
     "name",
@@ -59,16 +63,32 @@ def holder(catalog: Catalog) -> Lease:
     return lease
 
 
+def scrubbed(catalog: Catalog, days_ago: float) -> None:
+    """Have the history say that everything was authentic then; after a week all is checked again."""
+    then = SystemClock().now() - days_ago * DAY_S
+    catalog.write(
+        lambda c: rows.add_run(c, "scrub", bytes(16), then, then + 1.0, "ok", "", KEPT_RUNS)
+    )
+
+
+def line_of(job: str, result: Result) -> str:
+    """What `jobs ls` says of a job."""
+    [line] = [line for line in result.out.splitlines() if line.split()[1:2] == [job]]
+    return line
+
+
 # -- jobs run, jobs ls ---------------------------------------------------------------------------
 
 
-def test_a_job_is_run_and_then_listed(place: Place) -> None:
+def test_a_job_is_run_and_then_listed(place: Place, catalog: Catalog) -> None:
     before = run("jobs", "ls", *place.flags, "--json")
     assert before.code == 0  # the vault was only just made: nothing is overdue yet
-    [job] = before.document["jobs"]
     assert set(before.document) == {"vault", "healthy", "jobs"}
-    assert set(job) == FIELDS
-    assert job["last_started_at"] is None
+    jobs = {job["name"]: job for job in before.document["jobs"]}
+    assert list(jobs) == JOBS
+    assert all(set(job) == FIELDS for job in jobs.values())
+    assert jobs["scrub"]["last_started_at"] is None
+    scrubbed(catalog, days_ago=8)
     done = run("jobs", "run", "scrub", *place.flags, "--json")
     assert done.code == 0
     assert set(done.document) == {"job", "started_at", "duration_s", "outcome", "detail"}
@@ -76,39 +96,58 @@ def test_a_job_is_run_and_then_listed(place: Place) -> None:
     assert "12 blocks" in done.document["detail"]
     after = run("jobs", "ls", *place.flags, "--json")
     assert after.code == 0
-    [job] = after.document["jobs"]
-    assert job["last_started_at"] == done.document["started_at"]
-    assert (job["outcome"], job["overdue"], job["failing"]) == ("ok", False, False)
+    jobs = {job["name"]: job for job in after.document["jobs"]}
+    assert jobs["scrub"]["last_started_at"] == done.document["started_at"]
+    assert [jobs["scrub"][name] for name in ("outcome", "overdue", "failing")] == [
+        "ok",
+        False,
+        False,
+    ]
+    assert jobs["purge"]["last_started_at"] is None
     text = run("jobs", "ls", *place.flags)
     assert text.code == 0
-    assert text.out.startswith("ok    scrub  last ")
+    assert line_of("scrub", text).startswith("ok    scrub       last 2")
+    assert line_of("purge", text).startswith("ok    purge       last never")
     assert run("jobs", "run", "scrub", *place.flags).out.startswith("job scrub: ok in ")
 
 
-def test_a_failing_job_is_red(place: Place) -> None:
+@pytest.mark.parametrize("name", JOBS)
+def test_every_job_can_be_run_by_itself(place: Place, name: str) -> None:
+    done = run("jobs", "run", name, *place.flags, "--json")
+    assert done.code == 0
+    assert (done.document["job"], done.document["outcome"]) == (name, "ok")
+    assert run("verify", *place.flags, "--json").document["blocks"] == 12  # all lives on
+
+
+def test_a_failing_job_is_red(place: Place, catalog: Catalog) -> None:
     [file, *_] = sorted((place.path / "segments").glob("*.seg"))
     data = bytearray(file.read_bytes())
     data[10] ^= 1
     file.write_bytes(data)
+    scrubbed(catalog, days_ago=8)
     failed = run("jobs", "run", "scrub", *place.flags)
     assert failed.code == 1
     assert "1 altered" in failed.out
     listed = run("jobs", "ls", *place.flags)
     assert listed.code == 3
-    assert listed.out.startswith("fail  scrub")
+    assert line_of("scrub", listed).startswith("fail")
+    assert line_of("expire", listed).startswith("ok")
     assert "1 altered" in listed.out
     assert run("jobs", "ls", *place.flags, "--json").document["healthy"] is False
 
 
 def test_an_overdue_job_is_red(place: Place) -> None:
-    long_ago = SystemClock().now() - 10 * 86_400
+    long_ago = SystemClock().now() - 100 * DAY_S
     os.utime(place.path / "VAULT", (long_ago, long_ago))
     listed = run("jobs", "ls", *place.flags)
     assert listed.code == 3
-    assert "OVERDUE" in listed.out
+    assert all("OVERDUE" in line_of(name, listed) for name in JOBS)
     assert "kvvault daemon" in listed.out
     assert run("jobs", "run", "scrub", *place.flags).code == 0
-    assert run("jobs", "ls", *place.flags).code == 0
+    listed = run("jobs", "ls", *place.flags)
+    assert listed.code == 3
+    assert "OVERDUE" not in line_of("scrub", listed)
+    assert "OVERDUE" in line_of("purge", listed)
 
 
 def test_while_another_process_runs_the_jobs(place: Place, catalog: Catalog) -> None:
@@ -189,12 +228,13 @@ def test_a_daemon_runs_the_jobs_until_it_is_told_to_stop(
     daemon: Callable[..., Daemon], catalog: Catalog, number: int
 ) -> None:
     one = daemon()
-    one.says("job scrub: ok in ")
+    for name in JOBS:
+        one.says(f"job {name}: ok in ")
     result = one.end(number)
     assert result.code == 0
     assert result.out == ""
     assert result.err.splitlines()[-1] == "the daemon has stopped"
-    assert len([line for line in result.err.splitlines() if line.startswith("job ")]) == 1
+    assert len([line for line in result.err.splitlines() if line.startswith("job scrub:")]) == 1
     holder(catalog)  # it gave the lease up
     [written] = catalog.read(lambda c: rows.list_runs(c, "scrub"))
     assert written.outcome == "ok"
@@ -202,13 +242,15 @@ def test_a_daemon_runs_the_jobs_until_it_is_told_to_stop(
 
 def test_a_daemon_speaks_json(daemon: Callable[..., Daemon]) -> None:
     one = daemon("--json")
-    one.says('"event": "run"')
+    for name in JOBS:
+        one.says(f'"job": "{name}"')
     result = one.end(signal.SIGTERM)
-    events = [json.loads(line) for line in result.err.splitlines()]
-    assert [event["event"] for event in events] == ["started", "leads", "run", "stopped"]
-    assert events[2]["job"] == "scrub"
+    first, second, *runs, last = [json.loads(line) for line in result.err.splitlines()]
+    assert [event["event"] for event in (first, second, last)] == ["started", "leads", "stopped"]
+    assert {event["event"] for event in runs} == {"run"}
+    assert {event["job"] for event in runs} == set(JOBS)
     assert set(result.document) == {"vault", "runs", "not_ok"}
-    assert (result.document["runs"], result.document["not_ok"]) == (1, 0)
+    assert (result.document["runs"], result.document["not_ok"]) == (len(runs), 0)
 
 
 @pytest.mark.slow

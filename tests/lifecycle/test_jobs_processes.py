@@ -16,7 +16,9 @@ from kvvault.lifecycle.lease import boottime
 from tests.lifecycle.support import BOOT, holder_of, start_worker, until
 
 INTERVAL_S = 0.5
-LEASE_S = 1.5
+LEASE_S = 5.0
+"""Long enough that a leader on a busy machine does not lose it."""
+JOBS = ("first", "second")
 
 Worker = subprocess.Popen[str]
 Start = Callable[..., Worker]
@@ -48,14 +50,15 @@ def lease(catalog: Catalog) -> rows.LeaseRow | None:
 
 
 def assert_once_per_interval(catalog: Catalog, name: str, abandoned: int = 0) -> None:
-    """No two runs of a job began closer together than its interval, but for what starting a thread
-    takes; none overlapped another."""
+    """A job did not run more often than its interval says, and no run overlapped another."""
     runs = history(catalog, name)
-    assert len(runs) >= 6
     assert sum(run.outcome == "abandoned" for run in runs) <= abandoned
-    counted = [run for run in runs if run.outcome == "ok"]
-    span = counted[-1].started_at - counted[0].started_at
-    assert span >= INTERVAL_S * (len(counted) - 2)
+    begun = [run.started_at for run in runs if run.outcome == "ok"]
+    # On a busy machine a run may begin late and the next in time, so one gap says nothing. Seen
+    # from the most punctual run of the first half, all that follow keep to the interval.
+    assert any(
+        begun[-1] - begun[i] >= INTERVAL_S * (len(begun) - i - 2) for i in range(len(begun) // 2)
+    )
     for one, next_one in itertools.pairwise(runs):
         if one.outcome == "ok":
             assert one.ended_at is not None
@@ -66,11 +69,11 @@ def assert_once_per_interval(catalog: Catalog, name: str, abandoned: int = 0) ->
 def test_two_processes_run_each_job_once(catalog: Catalog, start: Start) -> None:
     workers = [start(), start()]
     holders = [holder_of(worker) for worker in workers]
-    until(lambda: all(len(history(catalog, name)) >= 8 for name in ("first", "second")))
+    until(lambda: all(len(history(catalog, name)) >= 12 for name in JOBS))
     for worker in workers:
         worker.communicate()
         assert worker.returncode == 0
-    for name in ("first", "second"):
+    for name in JOBS:
         assert_once_per_interval(catalog, name)
     # As long as the leader lives, all runs are its own (the other may follow it at the end).
     order = [run.holder for run in history(catalog)]
@@ -83,7 +86,7 @@ def test_two_processes_run_each_job_once(catalog: Catalog, start: Start) -> None
 @pytest.mark.parametrize("takes_s", [0.0, 0.2])
 def test_a_killed_leader_is_replaced(catalog: Catalog, start: Start, takes_s: float) -> None:
     by_holder = {holder_of(worker): worker for worker in (start(takes_s), start(takes_s))}
-    until(lambda: len(history(catalog)) >= 3)
+    until(lambda: all(len(history(catalog, name)) >= 3 for name in JOBS))
     leader = lease(catalog)
     assert leader is not None
     victim = by_holder[leader.holder]
@@ -103,8 +106,12 @@ def test_a_killed_leader_is_replaced(catalog: Catalog, start: Start, takes_s: fl
     # Taken when it had run out, neither before nor a whole lease later.
     assert last.until <= after.until - LEASE_S
     mine = after.holder
-    until(lambda: sum(run.holder == mine for run in history(catalog)) >= 3)
-    for name in ("first", "second"):
+
+    def goes_on(name: str) -> bool:
+        return sum(run.holder == mine for run in history(catalog, name)) >= 8
+
+    until(lambda: all(goes_on(name) for name in JOBS))
+    for name in JOBS:
         assert_once_per_interval(catalog, name, abandoned=1)
         unended = [run for run in history(catalog, name) if run.ended_at is None]
         assert all(run.holder == mine for run in unended)
@@ -114,7 +121,7 @@ def test_a_killed_leader_is_replaced(catalog: Catalog, start: Start, takes_s: fl
 def test_a_stopped_leader_does_nothing_when_it_goes_on(catalog: Catalog, start: Start) -> None:
     """SIGSTOP for longer than the lease: as when a machine pauses a container."""
     by_holder = {holder_of(worker): worker for worker in (start(), start())}
-    until(lambda: len(history(catalog)) >= 3)
+    until(lambda: all(len(history(catalog, name)) >= 3 for name in JOBS))
     leader = lease(catalog)
     assert leader is not None
     stopped = by_holder[leader.holder]

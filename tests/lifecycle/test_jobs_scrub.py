@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvvault.errors import KeyUnavailableError, OperationCancelledError, PartialError
-from kvvault.lifecycle.jobs import Job, JobContext, default_jobs, sampling_scrub_job, scrub_job
+from kvvault.lifecycle.jobs import JobContext, find_job, sampling_scrub_job
 from kvvault.model import SegmentFacts, SegmentState, VerifyReport
 from kvvault.testing import ManualClock
+from kvvault.upkeep import jobs_of
 from tests.core.support import Home, flip, keys, namespace, put
 
 PERIOD = 700.0
 HOUR = 100.0
+DAY = 86_400.0
 
 
 def facts(segment_id: bytes, state: SegmentState = SegmentState.SEALED) -> SegmentFacts:
@@ -151,16 +153,20 @@ def test_it_stops_when_it_is_told_to() -> None:
 
 def test_a_vault_is_scrubbed(memory: Path) -> None:
     home = Home(memory / "vault")
+    now, long_ago = 100 * DAY, 90 * DAY  # longer than a week: everything is due
     with home.create() as vault:
         scope = vault.scope("alice", namespace())
         put(vault, scope, keys(8))
-        [job] = default_jobs(vault)
-        assert job.name == "scrub"
-        assert job.run(context(0.0, None)) == "8 blocks in 2 segments checked: all authentic"
+        job = find_job(jobs_of(vault), "scrub")
+        assert job is not None
         with pytest.raises(OperationCancelledError):
-            job.run(context(0.0, None, going_on=False))
-        assert isinstance(scrub_job(vault), Job)
+            job.run(context(now, long_ago, going_on=False))
+        assert job.run(context(now, long_ago)) == "8 blocks in 2 segments checked: all authentic"
+        assert job.run(context(now, now)).startswith("0 blocks")
     [file, _] = home.segment_files()
     file.write_bytes(flip(file.read_bytes(), 8 * 5000))
-    with home.open() as vault, pytest.raises(PartialError, match="1 altered"):
-        scrub_job(vault).run(context(0.0, None))
+    with home.open() as vault:
+        job = find_job(jobs_of(vault), "scrub")
+        assert job is not None
+        with pytest.raises(PartialError, match="1 altered"):
+            job.run(context(now, long_ago))
