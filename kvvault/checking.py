@@ -13,9 +13,7 @@ from functools import partial
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import SegmentRow
-from kvvault.crypto import keys
 from kvvault.crypto.aead import SegmentCipher, wipe
-from kvvault.crypto.keys import WrappedSegment
 from kvvault.errors import (
     FormatError,
     KeyDestroyedError,
@@ -78,7 +76,10 @@ class Checker:
     ) -> tuple[SegmentCipher, SegmentFile] | Outcome:
         """Key and file of a segment, or what is the matter with all of its blocks."""
         try:
-            cipher = self._cipher(row)
+            # Key and wrap of one moment: a purge may have replaced both since the row was read.
+            cipher = self._ring.open_segment(
+                self._catalog, row.facts.segment_id, row.facts.namespace_digest
+            )
         except (KeyUnavailableError, UnsafeFileError, FormatError):
             return Outcome.KEY_UNAVAILABLE  # also when the provider's own files need repair
         except WrongKeyError:
@@ -148,23 +149,6 @@ class Checker:
                 break
             intact += 1
         return intact
-
-    def _cipher(self, row: SegmentRow) -> SegmentCipher:
-        facts = row.facts
-        tenant_id = facts.tenant_id
-        tenant = (
-            None
-            if tenant_id is None
-            else self._catalog.read(lambda c: operations.get_tenant(c, tenant_id))
-        )
-        if tenant is None or row.wrapped_secret is None:
-            raise KeyDestroyedError("a segment has no key", hint="it was deleted")
-        return keys.open_segment(
-            self._ring.tenant(tenant),
-            WrappedSegment(row.wrapped_secret, row.commitment),
-            facts.segment_id,
-            facts.namespace_digest,
-        )
 
     def _check_slots(
         self, row: SegmentRow, cipher: SegmentCipher, file: SegmentFile

@@ -1,21 +1,40 @@
 """The keys of one open vault: tenants' keys by row, unwrapped once and kept until closed.
 
+A purge, by this process or another, replaces tenants' keys and wraps while they are being read. Two
+rules keep that from looking like damage: whoever holds a `TenantKeys` keeps it, it takes the new
+key over (`KeyRing.tenant`); and what does not open is read again before anybody says so
+(`with_current`).
+
 Thread-safe. Asking the provider may take as long as its time limit: never on a scheduler thread.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
+from kvvault.catalog import operations, purging
+from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import TenantRow
 from kvvault.crypto import keys
-from kvvault.crypto.aead import random_id
-from kvvault.crypto.keys import LookupKey, TenantKeys, WrappedLookup, WrappedTenant
+from kvvault.crypto.aead import SegmentCipher, random_id
+from kvvault.crypto.keys import (
+    LookupKey,
+    TenantKeys,
+    WrappedLookup,
+    WrappedSegment,
+    WrappedTenant,
+)
 from kvvault.crypto.providers.base import KeyProvider
-from kvvault.errors import KeyUnavailableError, WrongKeyError
+from kvvault.errors import KeyDestroyedError, KeyUnavailableError, WrongKeyError
 from kvvault.model import Clock
 
-_NAME_LABEL = "tenant-name"
+_Found = TypeVar("_Found")
+_T = TypeVar("_T")
+
+NAME_LABEL = "tenant-name"
 _RETRY_S = 1.0
 """After the provider did not answer, nobody asks it again for this long: with each load asking, a
 provider that is down would cost its time limit per load instead of per second (REQ-K9)."""
@@ -29,7 +48,7 @@ class KeyRing:
     ) -> None:
         self._provider = provider
         self._vault_id = vault_id
-        self._epoch = epoch
+        self._settled = epoch
         self._lookup = lookup
         self._clock = clock
         self._lock = threading.Lock()
@@ -61,17 +80,18 @@ class KeyRing:
         """What stands for a tenant's name in the catalog."""
         return self._lookup.name_id(tenant)
 
-    def create_tenant(self, name: str) -> tuple[TenantRow, TenantKeys]:
-        """New keys for a new tenant; nothing is remembered until `adopt`."""
+    def create_tenant(self, name: str, epoch: str) -> tuple[TenantRow, TenantKeys]:
+        """New keys for a new tenant, under the root epoch that is in force; nothing is remembered
+        until `adopt`."""
         tenant_id = random_id()
-        wrapped, opened = keys.new_tenant(self._provider, self._epoch, self._vault_id, tenant_id)
+        wrapped, opened = keys.new_tenant(self._provider, epoch, self._vault_id, tenant_id)
         row = TenantRow(
             tenant_id=tenant_id,
             lookup_id=self.name_id(name),
             root_epoch=wrapped.epoch,
             wrapped_key=wrapped.tenant_key,
             wrapped_index_key=wrapped.index_key,
-            sealed_name=opened.seal_text(_NAME_LABEL, name),
+            sealed_name=opened.seal_text(NAME_LABEL, name),
             created_at=self._clock.now(),
         )
         return row, opened
@@ -86,21 +106,21 @@ class KeyRing:
         return self._open.get(tenant_id)
 
     def tenant(self, row: TenantRow) -> TenantKeys:
-        """A tenant's keys, unwrapped when they were not yet.
+        """A tenant's keys, unwrapped when they were not yet, or when the row has newer ones.
 
         Raises:
             KeyUnavailableError: the provider does not answer (asked at most once a second then).
             WrongKeyError, KeyDestroyedError: they do not open, or never will.
         """
         with self._lock:  # held while the provider is asked: everybody waits for the same answer
-            opened = self._open.get(row.tenant_id)
-            if opened is not None:
-                return opened
+            known = self._open.get(row.tenant_id)
+            if known is not None and known.key_no >= row.key_no:
+                return known
             if self._clock.monotonic() < self._not_before:
                 raise KeyUnavailableError(
                     "the key provider did not answer a moment ago", hint="check the key provider"
                 )
-            wrapped = WrappedTenant(row.root_epoch, row.wrapped_key, row.wrapped_index_key)
+            wrapped = wrapped_tenant(row)
             try:
                 opened = keys.open_tenant(self._provider, wrapped, self._vault_id, row.tenant_id)
             except KeyUnavailableError:
@@ -111,12 +131,15 @@ class KeyRing:
                 raise KeyUnavailableError(
                     "the key provider failed in a way of its own", hint="check the key provider"
                 ) from None
+            if known is not None:
+                known.take_over(opened)
+                return known
             self._open[row.tenant_id] = opened
             return opened
 
     def name(self, row: TenantRow) -> str:
         """A tenant's name. Errors as `tenant`."""
-        return self.tenant(row).open_text(_NAME_LABEL, row.sealed_name)
+        return self.tenant(row).open_text(NAME_LABEL, row.sealed_name)
 
     def named(self, row: TenantRow, name: str) -> TenantKeys:
         """The keys of the tenant of that name, if `row` is its row. What finds a row is not bound
@@ -127,9 +150,71 @@ class KeyRing:
             WrongKeyError: also when it is another tenant's row.
         """
         opened = self.tenant(row)
-        if opened.open_text(_NAME_LABEL, row.sealed_name) != name:
+        if opened.open_text(NAME_LABEL, row.sealed_name) != name:
             raise another_tenants_row()
         return opened
+
+    # -- purges -----------------------------------------------------------------------------------
+
+    def open_segment(
+        self, catalog: Catalog, segment_id: bytes, namespace_digest: bytes
+    ) -> SegmentCipher:
+        """A live segment's key for reading, by what the catalog says of it and its tenant at one
+        moment.
+
+        Raises: as `tenant`, and
+            KeyDestroyedError: also when segment or tenant do not live any more.
+            WrongKeyError: also when it does not open or does not match its commitment.
+            StorageError, CatalogError: the catalog cannot be read.
+        """
+
+        def use(found: tuple[TenantRow, operations.SegmentRow] | None) -> SegmentCipher:
+            if found is None or found[1].wrapped_secret is None:
+                raise gone()
+            tenant, row = found
+            wrapped = WrappedSegment(found[1].wrapped_secret, row.commitment)
+            return keys.open_segment(self.tenant(tenant), wrapped, segment_id, namespace_digest)
+
+        return with_current(
+            lambda: catalog.read(partial(purging.keys_of, segment_id=segment_id)), use
+        )
+
+    def renew(self, catalog: Catalog, tenant: TenantKeys) -> None:
+        """Have a tenant's keys follow the catalog: its `key_no` is another if they did.
+
+        Raises: as `tenant`; StorageError, CatalogError.
+        """
+        row = catalog.read(partial(operations.get_tenant, tenant_id=tenant.tenant_id))
+        if row is not None:
+            self.tenant(row)
+
+    def replaced(self, newer: TenantKeys) -> None:
+        """A purge by this process has replaced a tenant's keys; `newer` is used up."""
+        with self._lock:
+            known = self._open.get(newer.tenant_id)
+        if known is None:
+            newer.close()
+        else:
+            known.take_over(newer)
+
+    def follow(self, catalog: Catalog) -> None:
+        """Drop the keys that a purge has replaced. One small query when there was none; else the
+        provider is asked for every tenant that this process has open.
+
+        Raises: as `tenant`; StorageError, CatalogError. It is done the next time.
+        """
+        root = catalog.read(purging.root)
+        if root is None or root.epoch == self._settled:
+            return
+        rows = [
+            catalog.read(partial(operations.get_tenant, tenant_id=tenant_id))
+            for tenant_id in list(self._open)
+        ]
+        for row in rows:
+            if row is not None:
+                self.tenant(row)
+        if all(row is None or row.root_epoch == root.epoch for row in rows):
+            self._settled = root.epoch  # else that purge is still under way
 
     def drop(self, tenant_id: bytes) -> None:
         """Overwrite a tenant's keys in memory."""
@@ -141,6 +226,35 @@ class KeyRing:
     def close(self) -> None:
         for tenant_id in list(self._open):
             self.drop(tenant_id)
+
+
+def wrapped_tenant(row: TenantRow) -> WrappedTenant:
+    """What of a tenant's row the key provider and its tenant key open."""
+    return WrappedTenant(row.root_epoch, row.wrapped_key, row.wrapped_index_key, row.key_no)
+
+
+def with_current(read: Callable[[], _Found], use: Callable[[_Found], _T]) -> _T:
+    """`use` what `read` finds. When that does not open, it is tried again with what is found now,
+    if that is something else: a purge came in between. As often as purges do.
+
+    Raises: as both.
+    """
+    found = read()
+    while True:
+        try:
+            return use(found)
+        except (WrongKeyError, KeyDestroyedError, purging.EpochReplacedError):
+            now = read()
+            if now == found:
+                raise
+            found = now
+
+
+def gone() -> KeyDestroyedError:
+    return KeyDestroyedError(
+        "a segment or its tenant does not exist any more",
+        hint="nothing to do: its blocks are gone",
+    )
 
 
 def another_tenants_row() -> WrongKeyError:

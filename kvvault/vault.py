@@ -19,7 +19,7 @@ from types import TracebackType
 
 from sqlalchemy import Connection
 
-from kvvault import inventory, layout
+from kvvault import inventory, keylooking, layout
 from kvvault.applying import Applier, PolicyDiff
 from kvvault.catalog import operations, purging, retention
 from kvvault.catalog.catalog import Catalog
@@ -42,6 +42,7 @@ from kvvault.errors import (
 from kvvault.evicting import EvictionReport, Evictor
 from kvvault.governing import Governed, Governor
 from kvvault.holding import Hold, Holder
+from kvvault.keylooking import KeyCheck, KeysReport
 from kvvault.keyring import KeyRing, another_tenants_row, with_current
 from kvvault.model import (
     Buffer,
@@ -61,6 +62,7 @@ from kvvault.model import (
 from kvvault.options import VaultOptions
 from kvvault.policy import shipped
 from kvvault.policy.document import Policy
+from kvvault.purging import Purger, PurgeReport
 from kvvault.reading import ALWAYS, NOWHERE, Reader
 from kvvault.recovery import Recovery
 from kvvault.segments.fence import Fence
@@ -123,6 +125,10 @@ class Scope:
             ClosedError: the tenant was forgotten or the vault closed.
         """
         return self._keys.block_id(self.namespace.digest, key)
+
+    def asking(self, retention_class: str | None) -> Scope:
+        """The same place, for a request that asks for a retention class. No I/O."""
+        return Scope(self.tenant, self._keys, self.namespace, self.labels, retention_class)
 
     def destination(self, governor: Governor) -> Destination:
         """Where its blocks go under the policy in force. Asks the policy again when it changed.
@@ -758,6 +764,43 @@ class Vault:
         """Holds in force, oldest first; with `cleared`, those that were as well."""
         self._check_open()
         return self._holder.list_holds(cleared=cleared)
+
+    # -- purges -----------------------------------------------------------------------------------
+
+    def purge(self) -> PurgeReport:
+        """Make everything that was deleted unrecoverable. See `kvvault.purging.Purger.run`."""
+        self._check_open()
+        return Purger(
+            layout.catalog_path(self.path),
+            self._vault_id,
+            self._catalog,
+            self._fence,
+            self._ring,
+            self._provider,
+            self._eraser,
+            self._time,
+            self._clock,
+            self.options,
+        ).run()
+
+    def keys(self) -> KeysReport:
+        """The vault's keys: what each opens, how old it is, and whether a purge is overdue.
+
+        Raises:
+            StorageError, CatalogError: the catalog cannot be read.
+        """
+        self._check_open()
+        interval = self.policy().vault.purge_interval_s
+        return keylooking.report(self._catalog, self._ring, self._time.now(), interval)
+
+    def check_keys(self) -> KeyCheck:
+        """Open every key that should open. Repairs nothing, reads no blocks.
+
+        Raises:
+            StorageError, CatalogError: the catalog cannot be read.
+        """
+        self._check_open()
+        return keylooking.check(self._catalog, self._provider, self._vault_id)
 
     # -- policy and time --------------------------------------------------------------------------
 

@@ -400,9 +400,7 @@ class Writer:
         now = to.under.opened_at(self._time.steady())
         terms = to.under.terms(now, tenant)
         if terms.sealed_labels is not None:
-            tenant.open_text(
-                LABELS, terms.sealed_labels
-            )  # inherited ones may be older than the key
+            tenant.open_text(LABELS, terms.sealed_labels)  # inherited ones may be older
 
         def add(connection: Connection) -> None:
             for segment_id, _file, wrapped, _cipher in made:

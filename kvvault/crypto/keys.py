@@ -31,6 +31,8 @@ Ids have 16 bytes, a namespace digest 32. The blocks' own associated data stands
 
 from __future__ import annotations
 
+import hmac
+import threading
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
@@ -55,6 +57,7 @@ __all__ = [
     "open_lookup",
     "open_segment",
     "open_tenant",
+    "renew_tenant",
     "segment_key_aad",
     "tenant_key_aad",
     "text_aad",
@@ -112,6 +115,8 @@ class WrappedTenant:
     """Wrapped by the provider: opaque, at most 1024 bytes."""
     index_key: bytes = field(repr=False)
     """Wrapped under the tenant key: 60 bytes."""
+    key_no: int = 1
+    """How often the tenant key was replaced, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +152,31 @@ class TenantKeys:
     """One tenant's keys in memory: tenant key and index key, overwritten by `close` (REQ-K8).
 
     Owns the two bytearrays given to it. Any thread may call any method; one that races with `close`
-    either gives its right result or raises ClosedError, never a result under a half-wiped key.
+    either gives its right result or raises ClosedError, one that races with `take_over` gives a
+    result under the old key or the new one, never under a half-wiped key.
+
+    Whoever wraps something to put it into the catalog reads `key_no` first and has the catalog
+    compare it: what a purge made worthless meanwhile is refused there.
     """
 
-    __slots__ = ("_closed", "_hashers", "_index_key", "_tenant_key", "tenant_id", "vault_id")
+    __slots__ = (
+        "_closed",
+        "_hashers",
+        "_index_key",
+        "_lock",
+        "_tenant_key",
+        "key_no",
+        "tenant_id",
+        "vault_id",
+    )
 
     def __init__(
-        self, vault_id: bytes, tenant_id: bytes, tenant_key: bytearray, index_key: bytearray
+        self,
+        vault_id: bytes,
+        tenant_id: bytes,
+        tenant_key: bytearray,
+        index_key: bytearray,
+        key_no: int = 1,
     ) -> None:
         if len(tenant_key) != aead.KEY_BYTES or len(index_key) != aead.KEY_BYTES:
             raise ValueError(f"a key has {aead.KEY_BYTES} bytes")
@@ -162,7 +185,9 @@ class TenantKeys:
         self._tenant_key = tenant_key
         self._index_key = index_key
         self._hashers: dict[bytes, KeyedHasher] = {}
+        self._lock = threading.Lock()  # of `take_over` and `close` against each other
         self._closed = False
+        self.key_no = key_no
 
     def __repr__(self) -> str:
         return "<TenantKeys>"
@@ -205,9 +230,12 @@ class TenantKeys:
 
         :raises ClosedError: after `close`.
         """
-        wrapped = aead.wrap_key(self._tenant_key, key, aad)
-        self._check_open()
-        return wrapped
+        while True:
+            tenant_key = self._tenant_key
+            wrapped = aead.wrap_key(tenant_key, key, aad)
+            self._check_open()
+            if self._tenant_key is tenant_key:
+                return wrapped
 
     def unwrap(self, wrapped: bytes, aad: bytes) -> bytearray:
         """Open what `wrap` made.
@@ -215,14 +243,16 @@ class TenantKeys:
         :raises WrongKeyError: it does not open.
         :raises ClosedError: after `close`.
         """
-        self._check_open()
-        try:
-            key = aead.unwrap_key(self._tenant_key, wrapped, aad)
-        except WrongKeyError:
-            # Under a wiped key nothing opens; that must not be reported as a wrong key.
+        while True:
             self._check_open()
-            raise
-        return key
+            tenant_key = self._tenant_key
+            try:
+                return aead.unwrap_key(tenant_key, wrapped, aad)
+            except WrongKeyError:
+                # Under a wiped key nothing opens; that must not be reported as a wrong key.
+                self._check_open()
+                if self._tenant_key is tenant_key:
+                    raise
 
     def seal_text(self, label: str, text: str) -> bytes:
         """Encrypt a name or label of this tenant for the catalog column ``label``.
@@ -231,9 +261,12 @@ class TenantKeys:
         :raises ClosedError: after `close`.
         """
         aad = text_aad(self.vault_id, self.tenant_id, label)
-        sealed = aead.seal_text(self._tenant_key, text, aad)
-        self._check_open()
-        return sealed
+        while True:
+            tenant_key = self._tenant_key
+            sealed = aead.seal_text(tenant_key, text, aad)
+            self._check_open()
+            if self._tenant_key is tenant_key:
+                return sealed
 
     def open_text(self, label: str, sealed: bytes) -> str:
         """Open what `seal_text` made for the same ``label``.
@@ -241,21 +274,46 @@ class TenantKeys:
         :raises WrongKeyError: it does not open.
         :raises ClosedError: after `close`.
         """
-        self._check_open()
-        try:
-            return aead.open_text(
-                self._tenant_key, sealed, text_aad(self.vault_id, self.tenant_id, label)
-            )
-        except WrongKeyError:
+        aad = text_aad(self.vault_id, self.tenant_id, label)
+        while True:
             self._check_open()
-            raise
+            tenant_key = self._tenant_key
+            try:
+                return aead.open_text(tenant_key, sealed, aad)
+            except WrongKeyError:
+                self._check_open()
+                if self._tenant_key is tenant_key:
+                    raise
+
+    def take_over(self, newer: TenantKeys) -> None:
+        """Go on with the tenant key of `newer`, which is used up, and overwrite the old one. So
+        whoever holds these keys goes on after a purge. Block ids stay what they are.
+
+        :raises WrongKeyError: `newer` has another index key: it is not this tenant's.
+        """
+        same = hmac.compare_digest(self._index_key, newer._index_key)
+        with self._lock:
+            if same and not self._closed and newer.key_no > self.key_no:
+                old, self._tenant_key = self._tenant_key, newer._tenant_key
+                self.key_no = newer.key_no
+                aead.wipe(old)
+                aead.wipe(newer._index_key)
+                return
+            altered = not same and not self._closed
+        newer.close()
+        if altered:
+            raise WrongKeyError(
+                "a tenant's index key is not what it was",
+                hint="the catalog was altered; restore it or move catalog.sqlite3* away",
+            )
 
     def close(self) -> None:
         """Overwrite the keys. Idempotent. Segment ciphers made before keep working."""
-        self._closed = True
-        self._hashers.clear()
-        aead.wipe(self._tenant_key)
-        aead.wipe(self._index_key)
+        with self._lock:
+            self._closed = True
+            self._hashers.clear()
+            aead.wipe(self._tenant_key)
+            aead.wipe(self._index_key)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -339,7 +397,28 @@ def open_tenant(
     except WrongKeyError:
         aead.wipe(tenant_key)
         raise
-    return TenantKeys(vault_id, tenant_id, tenant_key, index_key)
+    return TenantKeys(vault_id, tenant_id, tenant_key, index_key, wrapped.key_no)
+
+
+def renew_tenant(
+    provider: KeyProvider, epoch: str, old: TenantKeys, *, timeout: float = DEFAULT_TIMEOUT_S
+) -> tuple[WrappedTenant, TenantKeys]:
+    """Make the next keys of a tenant: another tenant key, the same index key, `key_no` one higher.
+
+    Errors are those of `KeyProvider.wrap`.
+    """
+    new = TenantKeys(
+        old.vault_id, old.tenant_id, aead.random_key(), bytearray(old._index_key), old.key_no + 1
+    )
+    try:
+        tenant_key = provider.wrap(
+            epoch, new._tenant_key, tenant_key_aad(new.vault_id, new.tenant_id), timeout=timeout
+        )
+        index_key = new.wrap(new._index_key, index_key_aad(new.vault_id, new.tenant_id))
+    except BaseException:
+        new.close()
+        raise
+    return WrappedTenant(epoch, tenant_key, index_key, new.key_no), new
 
 
 def new_segment(
