@@ -30,6 +30,44 @@ TENANT = {"id", "name", "segments", "blocks", "bytes", "created_at"}
 NAMESPACE_ROW = {"id", "model", "block_bytes", "segments", "blocks", "bytes", "created_at"}
 PROVIDER = {"uri", "assurance", "reason", "location"}
 COUNTS = {"segments", "blocks", "bytes"}
+DELETION = {
+    "vault",
+    "trigger",
+    "dry_run",
+    "plan",
+    "held_segments",
+    "more_than_half",
+    "refused",
+    "revoked_at",
+    "assurance",
+    "claim",
+    *COUNTS,
+}
+PLANNED = {"id", "blocks", "bytes", "deadline", "held"}
+HOLD = {
+    "number",
+    "kind",
+    "target",
+    "tenant",
+    "reason",
+    "actor",
+    "placed_at",
+    "cleared_at",
+    "cleared_by",
+    "cleared_reason",
+    *COUNTS,
+}
+CLOCK = {
+    "vault",
+    "vault_time",
+    "wall_clock",
+    "ahead_s",
+    "behind_s",
+    "suspect",
+    "threshold_s",
+    "waiting_segments",
+    "waiting_bytes",
+}
 STATES = {"open", "sealed", "revoked", "destroyed", "lost"}
 
 FIELDS: dict[str, dict[str, set[str]]] = {
@@ -84,6 +122,15 @@ FIELDS: dict[str, dict[str, set[str]]] = {
     "show SEGMENT": {"": {"kind", *SEGMENT, "file"}, "file": {"path", "exists", "bytes"}},
     "show TENANT": {"": {"kind", *TENANT, "segment_ids"}},
     "show NAMESPACE": {"": {"kind", *NAMESPACE_ROW, "facts", "segment_ids"}},
+    "rm SEGMENT --dry-run": {"": DELETION, "plan": PLANNED},
+    "rm SEGMENT --yes": {"": DELETION, "plan": PLANNED},
+    "forget acme-canary --reason left --dry-run": {"": DELETION, "plan": PLANNED},
+    "forget acme-canary --reason left --yes": {"": DELETION, "plan": PLANNED},
+    "expire": {"": {*DELETION, "clock_suspect", "waiting"}, "plan": PLANNED, "waiting": COUNTS},
+    "hold set --tenant acme-canary --reason why": {"": {"hold"}, "hold": HOLD},
+    "hold ls": {"": {"holds"}, "holds": HOLD},
+    "clock show": {"": CLOCK},
+    "clock accept": {"": {*CLOCK, "dry_run", "accepted", "expired_segments", "expired_bytes"}},
     "verify": {
         "": {
             "vault",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvvault.cli.commands import doctor, engine, jobs, listing, policy, vault
+from kvvault.cli.commands import clock, deleting, doctor, engine, hold, jobs, listing, policy, vault
 
 __all__ = ["register_all"]
 
@@ -13,7 +13,10 @@ def register_all(app: typer.Typer) -> None:
     """Add every command to `app`."""
     vault.register(app)
     listing.register(app)
+    deleting.register(app)
+    hold.register(app)
     policy.register(app)
     doctor.register(app)
     jobs.register(app)
+    clock.register(app)
     engine.register(app)
