@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -29,6 +29,7 @@ from kvvault.options import VaultOptions
 from kvvault.segments.fence import Fence
 from kvvault.segments.format import segment_name
 from kvvault.segments.io import SegmentDir
+from kvvault.segments.store import block_ids_of
 from kvvault.timekeeping import VaultTime
 from kvvault.view import View
 
@@ -53,6 +54,14 @@ class Trigger(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Survivors:
+    """What of a segment stays when single blocks of it go: it is copied to another first."""
+
+    segment_id: bytes
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DeletionPlan:
     """What a deletion would do. Nothing has happened yet."""
 
@@ -63,14 +72,19 @@ class DeletionPlan:
     """What a hold keeps."""
     tenant_id: bytes | None = None
     """The tenant that would be forgotten."""
+    survivors: tuple[Survivors, ...] = ()
 
     @property
     def blocks(self) -> int:
-        return sum(facts.blocks for facts in self.segments)
+        """How many would go."""
+        kept = sum(len(one.slots) for one in self.survivors)
+        return sum(facts.blocks for facts in self.segments) - kept
 
     @property
     def data_bytes(self) -> int:
-        return sum(facts.data_bytes for facts in self.segments)
+        sizes = {facts.segment_id: facts.block_bytes for facts in self.segments}
+        kept = sum(len(one.slots) * sizes[one.segment_id] for one in self.survivors)
+        return sum(facts.data_bytes for facts in self.segments) - kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +156,37 @@ class Eraser:
             tenant_id,
         )
 
+    def plan_blocks(
+        self, tenant_id: bytes, namespace_digest: bytes, block_ids: Container[bytes]
+    ) -> DeletionPlan:
+        """Single blocks of a tenant in a namespace, wherever they are; what else is in their
+        segments survives."""
+        where = partial(retention.live_of_tenant, tenant_id=tenant_id)
+        found: list[retention.Candidate] = []
+        survivors: list[Survivors] = []
+        for one in self._catalog.read(where):
+            if one.facts.namespace_digest != namespace_digest:
+                continue
+            segment_id = one.facts.segment_id
+            extents = self._catalog.read(partial(operations.list_extents, segment_id=segment_id))
+            ids = {
+                extent.first_slot + i: block_id
+                for extent in extents
+                if extent.well_formed
+                for i, block_id in enumerate(block_ids_of(extent))
+            }
+            stay = tuple(slot for slot, block_id in ids.items() if block_id not in block_ids)
+            if len(stay) < len(ids):
+                found.append(one)
+                if stay and not one.held:
+                    survivors.append(Survivors(segment_id, stay))
+        return DeletionPlan(
+            Trigger.REMOVE,
+            tuple(one.facts for one in found if not one.held),
+            tuple(one.facts for one in found if one.held),
+            survivors=tuple(survivors),
+        )
+
     # -- execution --------------------------------------------------------------------------------
 
     def execute(self, plan: DeletionPlan, *, actor: str, reason: str) -> DeletionReport:
@@ -195,8 +240,8 @@ class Eraser:
         return DeletionReport(
             plan.trigger,
             len(done.segment_ids),
-            done.blocks,
-            done.data_bytes,
+            done.blocks - _kept_blocks(plan),
+            done.data_bytes - _kept_bytes(plan),
             done.held + len(plan.held),
             now,
         )
@@ -251,6 +296,14 @@ class Eraser:
                 log.error("the file of a deleted segment stays: %s", exc)
                 kept.add(segment_id)
         return kept
+
+
+def _kept_blocks(plan: DeletionPlan) -> int:
+    return sum(len(one.slots) for one in plan.survivors)
+
+
+def _kept_bytes(plan: DeletionPlan) -> int:
+    return sum(facts.data_bytes for facts in plan.segments) - plan.data_bytes
 
 
 def _held(segments: int) -> HeldError:

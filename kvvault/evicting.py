@@ -16,27 +16,21 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kvvault.catalog import operations, retention
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import SegmentRow, Terms
-from kvvault.catalog.space import NoSpaceError
+from kvvault.catalog.operations import SegmentRow
+from kvvault.catalog.space import NoSpaceError, catalog_reserve
 from kvvault.counters import Counters
-from kvvault.crypto.keys import TenantKeys
 from kvvault.deleting import Eraser, Trigger
 from kvvault.errors import KvvaultError
-from kvvault.governing import Governor, Inherited
-from kvvault.keyring import KeyRing
+from kvvault.governing import Governor
 from kvvault.lifecycle.value import SegmentUse, Victim, choose_victims
-from kvvault.model import Namespace, Outcome, SegmentState
-from kvvault.reading import ALWAYS, Reader
-from kvvault.segments.io import AlignedBuffer
-from kvvault.segments.store import Wanted, block_ids_of
+from kvvault.model import SegmentState
+from kvvault.rewriting import Rewriter
 from kvvault.space import Space
 from kvvault.timekeeping import VaultTime
 from kvvault.view import View
-from kvvault.writing import Destination, Writer
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +39,6 @@ _LEAST_SHARE = 0.02
 
 _READMIT_BYTES = 64 << 20
 """At most so much of one segment is written again: it waits in memory meanwhile."""
-
-_READMIT_WINDOW_S = 1.0
-"""How long a segment of blocks that are written again takes more of them."""
 
 _REST_S = 1.0
 """For how long nobody looks again after nothing could be freed."""
@@ -67,16 +58,6 @@ class EvictionReport:
     """What could not be freed: all the rest is held or below its floor."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """Blocks in memory that are to be written again."""
-
-    block_ids: tuple[bytes, ...]
-    blocks: tuple[memoryview, ...]
-    uses: tuple[tuple[int, float], ...]
-    """How often each was used, and when last."""
-
-
 class Evictor:
     """Any thread; one evicts, the others wait for it."""
 
@@ -84,9 +65,7 @@ class Evictor:
         self,
         catalog: Catalog,
         view: View,
-        ring: KeyRing,
-        reader: Reader,
-        writer: Writer,
+        rewriter: Rewriter,
         eraser: Eraser,
         space: Space,
         governor: Governor,
@@ -95,9 +74,7 @@ class Evictor:
     ) -> None:
         self._catalog = catalog
         self._view = view
-        self._ring = ring
-        self._reader = reader
-        self._writer = writer
+        self._rewriter = rewriter
         self._eraser = eraser
         self._space = space
         self._governor = governor
@@ -139,7 +116,7 @@ class Evictor:
             limits = self._space.limits(around)
             _, policy = self._governor.current()
             usage = self._space.usage()
-            used = usage.used + around.catalog_bytes
+            used = usage.used + catalog_reserve(around, limits.cap_bytes or 0)
             cap = limits.cap_bytes or 0
             above = int(used - policy.vault.low_watermark * cap) if cap else 0
             if used <= policy.vault.high_watermark * cap:
@@ -221,108 +198,16 @@ class Evictor:
     def _evict_one(
         self, row: SegmentRow, victim: Victim, reason: str, report: EvictionReport
     ) -> EvictionReport:
-        saved = self._save(row, victim.readmit) if victim.readmit else None
+        most = max(1, _READMIT_BYTES // row.facts.block_bytes)
+        saved = self._rewriter.save(row, victim.readmit[:most]) if victim.readmit else None
         plan = self._eraser.plan_segments([victim.segment_id], Trigger.EVICT)
         done = self._eraser.execute(plan, actor="kvvault", reason=reason)
         again = 0
         if done.segments and saved is not None:
-            again = self._write_again(row, saved)
+            again = self._rewriter.write(row, saved) * row.facts.block_bytes
         return EvictionReport(
             report.segments + done.segments,
             report.freed_bytes + done.data_bytes - again,
             report.readmitted_bytes + again,
             report.missing_bytes,
         )
-
-    def _save(self, row: SegmentRow, slots: Sequence[int]) -> _Saved | None:
-        """Read blocks into memory, as far as they can be read and are not too many."""
-        segment = self._view.segment_by_id(row.facts.segment_id)
-        if segment is None:
-            return None
-        extents = self._catalog.read(
-            partial(operations.list_extents, segment_id=row.facts.segment_id)
-        )
-        ids = {
-            extent.first_slot + i: block_id
-            for extent in extents
-            if extent.well_formed
-            for i, block_id in enumerate(block_ids_of(extent))
-        }
-        size = row.facts.block_bytes
-        wanted = [slot for slot in slots if slot in ids][: max(1, _READMIT_BYTES // size)]
-        if not wanted:
-            return None
-        memory = AlignedBuffer(len(wanted) * size).view
-        parts = [memory[i * size : (i + 1) * size] for i in range(len(wanted))]
-        outcomes = self._reader.read_slots(
-            segment,
-            [
-                Wanted(slot, ids[slot], segment.records[slot], part)
-                for slot, part in zip(wanted, parts, strict=True)
-            ],
-            ALWAYS,
-        )
-        good = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.HIT]
-        known = segment.uses(row.facts.blocks)
-        return _Saved(
-            tuple(ids[wanted[i]] for i in good),
-            tuple(parts[i] for i in good),
-            tuple(
-                (0, row.facts.created_at)
-                if known is None
-                else (int(known[0][wanted[i]]), float(known[1][wanted[i]]))
-                for i in good
-            ),
-        )
-
-    def _write_again(self, row: SegmentRow, saved: _Saved) -> int:
-        """Bytes that were written again."""
-        facts = row.facts
-        try:
-            tenant = self._catalog.read(
-                partial(operations.get_tenant, tenant_id=facts.tenant_id or b"")
-            )
-            namespace = next(
-                (
-                    known.namespace
-                    for known in self._catalog.read(operations.list_namespaces)
-                    if known.namespace.digest == facts.namespace_digest
-                ),
-                None,
-            )
-            if tenant is None or namespace is None:
-                return 0
-            to = _inheriting(row, self._ring.tenant(tenant), namespace, self._time.steady())
-            report = self._writer.put(to, saved.block_ids, saved.blocks, ALWAYS)
-        except KvvaultError as exc:
-            log.debug("blocks are not written again: %s", exc)
-            return 0
-        for block_id, (times, last) in zip(saved.block_ids, saved.uses, strict=True):
-            self._carry_over(block_id, times, last)
-        return report.stored * facts.block_bytes
-
-    def _carry_over(self, block_id: bytes, times: int, last: float) -> None:
-        """What is known of a block's use goes where the block goes."""
-        location = self._view.find(block_id, self._time.now())
-        segment = None if location is None else self._view.segment(location.number)
-        if location is not None and segment is not None and times:
-            segment.use([location.slot], last, times=times)
-
-
-def _inheriting(
-    row: SegmentRow, tenant: TenantKeys, namespace: Namespace, now: float
-) -> Destination:
-    """Where blocks of a segment go that live on: under its own terms, as old as it is."""
-    facts = row.facts
-    kept = Terms(
-        policy_no=facts.policy_no,
-        rule=facts.rule,
-        retention_class=facts.retention_class,
-        sealed_labels=row.sealed_labels,
-        delete_by=facts.delete_by,
-        idle_s=row.idle_s,
-        idle_until=facts.idle_until,
-        keep_until=facts.keep_until,
-    )
-    under = Inherited(facts.segment_id, kept, facts.created_at, now + _READMIT_WINDOW_S)
-    return Destination(tenant, namespace, under)

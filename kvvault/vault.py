@@ -23,13 +23,13 @@ from kvvault import inventory, keylooking, layout
 from kvvault.applying import Applier, PolicyDiff
 from kvvault.catalog import operations, purging, retention
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import TenantRow
+from kvvault.catalog.operations import SegmentRow, TenantRow
 from kvvault.checking import Checker
 from kvvault.counters import Counters
 from kvvault.crypto.keys import TenantKeys
 from kvvault.crypto.providers import open_provider
 from kvvault.crypto.providers.base import KeyProvider, ProviderInfo
-from kvvault.deleting import DeletionPlan, DeletionReport, Eraser
+from kvvault.deleting import DeletionPlan, DeletionReport, Eraser, Survivors
 from kvvault.errors import (
     CatalogCorruptError,
     ClosedError,
@@ -65,6 +65,7 @@ from kvvault.policy.document import Policy
 from kvvault.purging import Purger, PurgeReport
 from kvvault.reading import ALWAYS, NOWHERE, Reader
 from kvvault.recovery import Recovery
+from kvvault.rewriting import Rewriter
 from kvvault.segments.fence import Fence
 from kvvault.segments.format import MAX_BLOCK_BYTES
 from kvvault.segments.io import SegmentDir
@@ -240,12 +241,13 @@ class Vault:
                 self._time,
                 space,
             )
+            self._rewriter = Rewriter(
+                self._catalog, self._view, self._ring, self._reader, self._writer, self._time
+            )
             self._evictor = Evictor(
                 self._catalog,
                 self._view,
-                self._ring,
-                self._reader,
-                self._writer,
+                self._rewriter,
                 self._eraser,
                 space,
                 self._governor,
@@ -640,9 +642,32 @@ class Vault:
     def execute(
         self, plan: DeletionPlan, *, actor: str = "kvvault", reason: str = ""
     ) -> DeletionReport:
-        """See `kvvault.deleting.Eraser.execute`."""
+        """See `kvvault.deleting.Eraser.execute`. What survives of segments that lose single blocks
+        is copied first; should that fail, nothing is deleted."""
         self._check_open()
+        rows = {row.facts.segment_id: row for row in self._rows_of(plan.survivors)}
+        for one in plan.survivors:
+            if one.segment_id in rows:
+                self._rewriter.copy(rows[one.segment_id], one.slots)
         return self._eraser.execute(plan, actor=actor, reason=reason)
+
+    def _rows_of(self, survivors: Sequence[Survivors]) -> list[SegmentRow]:
+        if not survivors:
+            return []
+        wanted = {one.segment_id for one in survivors}
+        rows = self._catalog.read(operations.list_segments)
+        return [row for row in rows if row.facts.segment_id in wanted and row.facts.state.live]
+
+    def plan_blocks(self, scope: Scope, keys: Sequence[bytes]) -> DeletionPlan:
+        """What deleting single blocks would do: their segments go, and what else is in these is
+        written to others first.
+
+        Raises:
+            ClosedError: the tenant was forgotten or the vault is closed.
+        """
+        self._check_open()
+        ids = frozenset(scope.block_id(key) for key in keys)
+        return self._eraser.plan_blocks(scope.tenant_id, scope.namespace.digest, ids)
 
     def delete_segments(self, segment_ids: Sequence[bytes]) -> int:
         """Destroy segments, but for those that a hold keeps; returns how many went. When it

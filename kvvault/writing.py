@@ -128,12 +128,15 @@ class Writer:
         block_ids: Sequence[bytes],
         buffers: Sequence[memoryview],
         guard: Guard,
+        *,
+        again: bool = False,
     ) -> PutReport:
-        """Store what is not yet there. Returns when everything stored is committed and findable."""
+        """Store what is not yet there (`again`: also what is). Returns when everything stored is
+        committed and findable."""
         # What another process deleted a moment ago is not "present", and its segment not writable.
         # Microseconds when nothing happened.
         self._refresh()
-        fresh, ours = self._claim(block_ids)
+        fresh, ours = self._claim(block_ids, again)
         try:
             report = PutReport(present=len(block_ids) - len(fresh))
             commits: list[tuple[OpenSegment, int, Future[None]]] = []
@@ -169,8 +172,9 @@ class Writer:
         except KvvaultError as exc:
             log.warning("the catalog cannot be read: %s", exc)
 
-    def _claim(self, block_ids: Sequence[bytes]) -> tuple[list[int], set[bytes]]:
-        """The positions of blocks that are neither live nor being stored by anybody here."""
+    def _claim(self, block_ids: Sequence[bytes], again: bool) -> tuple[list[int], set[bytes]]:
+        """The positions of blocks that are neither live (`again`: or are) nor being stored by
+        anybody here."""
         fresh: list[int] = []
         known: list[bytes] = []
         ours: set[bytes] = set()
@@ -179,7 +183,7 @@ class Writer:
             for i, block_id in enumerate(block_ids):
                 if block_id in self._in_flight:
                     continue
-                if self._view.find(block_id, now) is not None:
+                if not again and self._view.find(block_id, now) is not None:
                     known.append(block_id)
                 else:
                     fresh.append(i)

@@ -1,0 +1,178 @@
+"""Writing blocks again that are on the disk already: under another key, on the terms they had.
+
+Two callers. Eviction saves what is hot of a segment before it deletes it, and writes it after. A
+deletion of single blocks copies what stays to another segment, and deletes the whole segment then:
+a key is the smallest thing that can be destroyed. Nothing written again lives longer than before,
+and it counts as used as often and as lately as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvvault.catalog import operations
+from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.operations import SegmentRow, Terms
+from kvvault.crypto.keys import TenantKeys
+from kvvault.errors import KvvaultError, StorageError
+from kvvault.governing import Inherited
+from kvvault.keyring import KeyRing
+from kvvault.model import Namespace, Outcome
+from kvvault.reading import ALWAYS, Reader
+from kvvault.segments.io import AlignedBuffer
+from kvvault.segments.store import Wanted, batches, block_ids_of
+from kvvault.timekeeping import VaultTime
+from kvvault.view import View
+from kvvault.writing import Destination, Writer
+
+log = logging.getLogger(__name__)
+
+_WINDOW_S = 5.0
+"""How long a segment of blocks that are written again takes more of them."""
+
+_COPY_BYTES = 32 << 20
+"""How much is in memory at once when a segment is copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Blocks in memory that are to be written again."""
+
+    block_ids: tuple[bytes, ...]
+    blocks: tuple[memoryview, ...]
+    uses: tuple[tuple[int, float], ...]
+    """How often each was used, and when last."""
+
+
+class Rewriter:
+    """Any thread."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        view: View,
+        ring: KeyRing,
+        reader: Reader,
+        writer: Writer,
+        time: VaultTime,
+    ) -> None:
+        self._catalog = catalog
+        self._view = view
+        self._ring = ring
+        self._reader = reader
+        self._writer = writer
+        self._time = time
+
+    def copy(self, row: SegmentRow, slots: Sequence[int]) -> None:
+        """Write slots of a live segment to another one. When it returns, whoever looks for these
+        blocks finds the copies.
+
+        Raises:
+            StorageError: not all of them could be written; those that were are there twice.
+        """
+        for batch in batches(len(slots), row.facts.block_bytes, _COPY_BYTES):
+            wanted = [slots[i] for i in batch]
+            saved = self.save(row, wanted)
+            if saved is None:
+                continue
+            if self.write(row, saved, again=True) < len(saved.block_ids):
+                raise StorageError(
+                    "the blocks that stay cannot be written to another segment",
+                    hint="free some space, or delete the whole segment",
+                )
+
+    def save(self, row: SegmentRow, slots: Sequence[int]) -> Saved | None:
+        """Read blocks into memory, as far as they are authentic."""
+        segment = self._view.segment_by_id(row.facts.segment_id)
+        if segment is None:
+            return None
+        extents = self._catalog.read(
+            partial(operations.list_extents, segment_id=row.facts.segment_id)
+        )
+        ids = {
+            extent.first_slot + i: block_id
+            for extent in extents
+            if extent.well_formed
+            for i, block_id in enumerate(block_ids_of(extent))
+        }
+        size = row.facts.block_bytes
+        wanted = sorted(slot for slot in slots if slot in ids)
+        if not wanted:
+            return None
+        memory = AlignedBuffer(len(wanted) * size).view
+        parts = [memory[i * size : (i + 1) * size] for i in range(len(wanted))]
+        outcomes = self._reader.read_slots(
+            segment,
+            [
+                Wanted(slot, ids[slot], segment.records[slot], part)
+                for slot, part in zip(wanted, parts, strict=True)
+            ],
+            ALWAYS,
+        )
+        good = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.HIT]
+        known = segment.uses(row.facts.blocks)
+        return Saved(
+            tuple(ids[wanted[i]] for i in good),
+            tuple(parts[i] for i in good),
+            tuple(
+                (0, row.facts.created_at)
+                if known is None
+                else (int(known[0][wanted[i]]), float(known[1][wanted[i]]))
+                for i in good
+            ),
+        )
+
+    def write(self, row: SegmentRow, saved: Saved, *, again: bool = False) -> int:
+        """How many blocks were written. `again`: although they are there."""
+        facts = row.facts
+        try:
+            tenant = self._catalog.read(
+                partial(operations.get_tenant, tenant_id=facts.tenant_id or b"")
+            )
+            namespace = next(
+                (
+                    known.namespace
+                    for known in self._catalog.read(operations.list_namespaces)
+                    if known.namespace.digest == facts.namespace_digest
+                ),
+                None,
+            )
+            if tenant is None or namespace is None:
+                return 0
+            to = _inheriting(row, self._ring.tenant(tenant), namespace, self._time.steady())
+            report = self._writer.put(to, saved.block_ids, saved.blocks, ALWAYS, again=again)
+        except KvvaultError as exc:
+            log.debug("blocks are not written again: %s", exc)
+            return 0
+        for block_id, (times, last) in zip(saved.block_ids, saved.uses, strict=True):
+            self._carry_over(block_id, times, last)
+        return report.stored
+
+    def _carry_over(self, block_id: bytes, times: int, last: float) -> None:
+        """What is known of a block's use goes where the block goes."""
+        location = self._view.find(block_id, self._time.now())
+        segment = None if location is None else self._view.segment(location.number)
+        if location is not None and segment is not None and times:
+            segment.use([location.slot], last, times=times)
+
+
+def _inheriting(
+    row: SegmentRow, tenant: TenantKeys, namespace: Namespace, now: float
+) -> Destination:
+    """Where blocks of a segment go that live on: under its own terms, as old as it is."""
+    facts = row.facts
+    kept = Terms(
+        policy_no=facts.policy_no,
+        rule=facts.rule,
+        retention_class=facts.retention_class,
+        sealed_labels=row.sealed_labels,
+        delete_by=facts.delete_by,
+        idle_s=row.idle_s,
+        idle_until=facts.idle_until,
+        keep_until=facts.keep_until,
+    )
+    under = Inherited(facts.segment_id, kept, facts.created_at, now + _WINDOW_S)
+    return Destination(tenant, namespace, under)

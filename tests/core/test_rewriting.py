@@ -1,0 +1,143 @@
+"""Deleting single blocks: their segment's key goes, its other blocks live on elsewhere, as they
+were."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvvault.errors import KvvaultError, StorageError
+from kvvault.model import Outcome, PutReport
+from kvvault.vault import Scope, Vault
+from kvvault.writing import Writer
+from tests.core.support import (
+    Home,
+    assert_hits,
+    assert_missing,
+    get,
+    keys,
+    namespace,
+    put,
+    segment_of,
+)
+
+
+@pytest.fixture
+def scope(vault: Vault) -> Scope:
+    return vault.scope("alice", namespace())
+
+
+def test_what_was_named_goes_and_the_rest_stays(home: Home) -> None:
+    with home.create() as vault, home.open() as other:
+        scope = vault.scope("alice", namespace())
+        there = other.scope("alice", namespace())
+        put(vault, scope, keys(12))
+        put(vault, vault.scope("bob", namespace()), keys(12), "bob")
+        before = {f.segment_id: f for f in vault.segments()}
+        plan = vault.plan_blocks(scope, [keys(12)[1], keys(12)[6]])
+        assert (plan.blocks, len(plan.segments)) == (2, 2)
+        assert_hits(vault, scope, keys(12))  # a plan does nothing
+        report = vault.execute(plan, reason="a test")
+        assert (report.blocks, report.segments) == (2, 2)
+        gone = {1, 6}
+        for n in range(12):
+            for handle, place in ((vault, scope), (other, there)):
+                if n in gone:
+                    assert_missing(handle, place, [keys(12)[n]])
+                else:
+                    assert_hits(handle, place, [keys(12)[n]])
+        assert_hits(vault, vault.scope("bob", namespace()), keys(12), "bob")
+        for facts in plan.segments:
+            assert not next(
+                f for f in vault.segments() if f.segment_id == facts.segment_id
+            ).state.live
+        fresh = [f for f in vault.segments() if f.segment_id not in before]
+        deadlines = {f.deadline for f in plan.segments}
+        assert {f.deadline for f in fresh if f.state.live} <= deadlines
+    with home.open() as again:
+        scope = again.scope("alice", namespace())
+        assert again.contains(scope, keys(12)) == [n not in gone for n in range(12)]
+        assert again.verify().ok
+
+
+def test_when_the_rest_cannot_be_written_nothing_goes(
+    vault: Vault, scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(vault, scope, keys(4))
+    plan = vault.plan_blocks(scope, keys(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "put", lambda *_args, **_named: PutReport(refused=3))
+        with pytest.raises(StorageError):
+            vault.execute(plan)
+    assert_hits(vault, scope, keys(4))
+    vault.execute(plan)
+    assert_missing(vault, scope, keys(1))
+    assert_hits(vault, scope, keys(4)[1:])
+
+
+def test_all_of_a_segment_needs_no_copy(vault: Vault, scope: Scope) -> None:
+    put(vault, scope, keys(4))
+    plan = vault.plan_blocks(scope, keys(4))
+    assert not plan.survivors
+    assert vault.execute(plan).blocks == 4
+    assert_missing(vault, scope, keys(4))
+
+
+def test_of_others_and_of_what_is_not_there_nothing(vault: Vault, scope: Scope) -> None:
+    put(vault, scope, keys(4))
+    bob = vault.scope("bob", namespace())
+    put(vault, bob, keys(4), "bob")
+    assert vault.execute(vault.plan_blocks(scope, keys(3, 100))).blocks == 0
+    assert vault.execute(vault.plan_blocks(bob, keys(1))).blocks == 1
+    assert_hits(vault, scope, keys(4))
+    assert_missing(vault, bob, keys(1))
+    assert_hits(vault, bob, keys(4)[1:], "bob")
+
+
+def test_damaged_blocks_are_not_carried_along(home: Home) -> None:
+    with home.create() as vault:
+        put(vault, vault.scope("alice", namespace()), keys(4))
+    [file] = home.segment_files()
+    body = bytearray(file.read_bytes())
+    body[3 * len(body) // 4 + 7] ^= 1
+    file.write_bytes(body)
+    with home.open() as vault:
+        scope = vault.scope("alice", namespace())
+        vault.execute(vault.plan_blocks(scope, keys(1)))
+        outcomes, _ = get(vault, scope, keys(4))
+        assert outcomes == [Outcome.MISS, Outcome.HIT, Outcome.HIT, Outcome.MISS]
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_stopped_at_any_step_nothing_that_stays_is_lost(
+    home: Home, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Every write to the catalog fails from the given one on; then the vault is opened anew."""
+    from kvvault.catalog.catalog import Catalog
+
+    with home.create() as vault:
+        scope = vault.scope("alice", namespace())
+        put(vault, scope, keys(8))
+        plan = vault.plan_blocks(scope, keys(1))
+        assert segment_of(vault, scope, keys(1)[0]) is not None
+        left = [step]
+        real = Catalog.submit
+
+        def submit(catalog: Catalog, *args: object, **named: object) -> object:
+            if left[0] <= 0:
+                raise StorageError("no more", hint="a test")
+            left[0] -= 1
+            return real(catalog, *args, **named)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Catalog, "submit", submit)
+            try:
+                vault.execute(plan)
+                done = True
+            except KvvaultError:
+                done = False
+    with home.open() as vault:
+        scope = vault.scope("alice", namespace())
+        assert_hits(vault, scope, keys(8)[1:])
+        if done:
+            assert_missing(vault, scope, keys(1))
+        assert vault.verify().ok
