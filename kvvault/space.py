@@ -5,17 +5,24 @@ Threads that store call `Space.claim` before they write; it costs a transaction 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from kvvault.catalog import space as rows
 from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.database import log_bytes
 from kvvault.catalog.space import NoSpaceError, SpaceLimits, Surroundings, Usage
 from kvvault.errors import StorageError
 from kvvault.governing import Governor
 from kvvault.layout import catalog_path
 from kvvault.policy.document import VaultLimits
+
+log = logging.getLogger(__name__)
+
+_VAULT = (None, None)
+"""Of which limit it was said that it is reached: the vault's own."""
 
 _STEP_BYTES = 16 << 20
 """What is granted at once. Cuts the transactions down to nothing that shows, and is small beside
@@ -33,6 +40,7 @@ class Space:
         self._catalog = catalog
         self._governor = governor
         self.make_room: MakeRoom = lambda _exc: False
+        self._said: set[tuple[str | None, bytes | None]] = set()
 
     def claim(
         self,
@@ -53,12 +61,24 @@ class Space:
         slots = min(capacity, granted + max(least, _STEP_BYTES // block_bytes))
         try:
             self._grant(segment_id, slots, max_bytes)
+            self._said.discard(_VAULT)
         except NoSpaceError as exc:
             if not self.make_room(exc):
                 # What little there is may do.
                 slots = min(capacity, granted + least)
-            self._grant(segment_id, slots, max_bytes)
+            try:
+                self._grant(segment_id, slots, max_bytes)
+            except NoSpaceError as final:
+                self._say(final)
+                raise
         return slots
+
+    def _say(self, exc: NoSpaceError) -> None:
+        """Once: it comes with every store until something goes."""
+        whose = (exc.rule, exc.tenant_id)
+        if whose not in self._said:
+            self._said.add(whose)
+            log.warning("blocks are not stored: %s", exc)
 
     def _grant(self, segment_id: bytes, slots: int, max_bytes: int | None) -> None:
         limits = self.limits(self.around())
@@ -103,7 +123,7 @@ def surroundings(vault: Path) -> Surroundings:
         ) from exc
     path = catalog_path(vault)
     catalog = 0
-    for suffix in ("", "-wal", "-shm", "-journal"):
+    for suffix in ("", "-shm", "-journal"):
         try:
             catalog += path.with_name(path.name + suffix).stat().st_size
         except OSError:
@@ -112,6 +132,7 @@ def surroundings(vault: Path) -> Surroundings:
         catalog,
         file_system.f_bavail * file_system.f_frsize,
         file_system.f_blocks * file_system.f_frsize,
+        log_bytes(path),
     )
 
 

@@ -164,6 +164,14 @@ def sync_log(path: Path) -> None:
         os.close(fd)
 
 
+def log_bytes(path: Path) -> int:
+    """How large the log of the catalog at `path` is; 0 when there is none."""
+    try:
+        return _log(path).stat().st_size
+    except OSError:
+        return 0
+
+
 def _log(path: Path) -> Path:
     return path.with_name(path.name + "-wal")
 

@@ -15,8 +15,13 @@ from sqlalchemy import Connection, case, func, select, update
 
 from kvvault.catalog import schema as t
 from kvvault.catalog.operations import LIVE, SegmentGoneError
+from kvvault.catalog.writer import LOG_BYTES
 from kvvault.errors import StorageError
 from kvvault.model import SegmentState
+from kvvault.segments.format import MAX_BLOCK_BYTES, MAX_SLOTS
+
+_ROW_BYTES = 128
+"""What the catalog takes for a block, when each is written alone."""
 
 
 class NoSpaceError(StorageError):
@@ -58,10 +63,12 @@ class Surroundings:
     """What the catalog does not know of itself. Bytes."""
 
     catalog_bytes: int
-    """Of the catalog's own files."""
+    """Of the catalog's own files, but for its log."""
     free_bytes: int
     """What the file system has left for us."""
     total_bytes: int
+    log_bytes: int = 0
+    """Of the catalog's log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,8 @@ class Usage:
     """Segment files, with what is granted and not written yet."""
     pending: int
     """Granted and not written yet."""
+    pending_blocks: int = 0
+    """The same in blocks."""
 
 
 def usage(
@@ -87,11 +96,25 @@ def usage(
     statement = select(
         func.coalesce(func.sum(slots * s.block_bytes), 0),
         func.coalesce(func.sum(pending * s.block_bytes), 0),
-    ).where(s.state.in_((*LIVE, SegmentState.REVOKED.value)))
+        func.coalesce(func.sum(pending), 0),
+    ).where(
+        s.state.in_((*LIVE, SegmentState.REVOKED.value)),
+        # A damaged row that claims what cannot be must not keep everybody from storing.
+        s.blocks.between(0, MAX_SLOTS),
+        s.granted.between(0, MAX_SLOTS),
+        s.block_bytes.between(1, MAX_BLOCK_BYTES),
+    )
     if rule is not None:
         statement = statement.where(s.rule == rule, s.tenant_id == tenant_id)
     row = connection.execute(statement).one()
-    return Usage(int(row[0]), int(row[1]))
+    return Usage(int(row[0]), int(row[1]), int(row[2]))
+
+
+def catalog_reserve(around: Surroundings, cap_bytes: int) -> int:
+    """What the catalog may take before anybody asks again, of a vault with that cap: its log grows
+    up to its limit, and a transaction beyond it. Of a tiny cap no more than a quarter."""
+    log = max(around.log_bytes, min(2 * LOG_BYTES, cap_bytes // 4))
+    return around.catalog_bytes + log
 
 
 def grant(
@@ -117,12 +140,15 @@ def grant(
     ).first()
     if row is None:
         raise SegmentGoneError
-    more = (slots - int(row[0])) * int(row[1])
+    blocks = slots - int(row[0])
+    more = blocks * int(row[1])
     if more <= 0:
         return
     everything = usage(connection)
     if limits.cap_bytes is not None:
-        short = everything.used + around.catalog_bytes + more - limits.cap_bytes
+        short = everything.used + more - limits.cap_bytes
+        short += catalog_reserve(around, limits.cap_bytes)
+        short += (everything.pending_blocks + blocks) * _ROW_BYTES
         if short > 0:
             raise NoSpaceError("the vault's cap is reached", short)
     short = limits.free_floor_bytes + everything.pending + more - around.free_bytes

@@ -16,6 +16,11 @@ that were committed since, and then tells their submitters; it also moves the lo
 when it has grown (a *passive* checkpoint, which holds up nobody). Should that sync fail, the
 submitters are told, although others may already have seen what was committed.
 
+While commits go on all the time a passive checkpoint never finds the log at rest, and it would grow
+without end. So beyond `LOG_BYTES` the committing thread itself empties it, which holds up commits
+for two flushes, once in some five hundred: little is left to move by then. The vault's cap counts
+on that bound.
+
 Each operation runs inside a savepoint: one that raises is undone alone and tells its submitter; the
 others of its group commit. When the commit itself fails, all of them are told, and none happened.
 """
@@ -35,6 +40,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from kvvault.catalog.database import (
     direct,
+    log_bytes,
     pragma,
     sync_log,
     translate,
@@ -51,6 +57,8 @@ _CLOSE_S = 30.0
 _CHECKPOINT_COMMITS = 200
 """After how many commits of this process the log is moved into the database: about as often as
 SQLite would by itself (1000 pages)."""
+LOG_BYTES = 4 << 20
+"""At this size the log is emptied, whatever waits."""
 
 
 class _Pending(Generic[_T]):
@@ -104,6 +112,7 @@ class CommitQueue:
         self._queue: queue.SimpleQueue[_Pending[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
+        self._log_limit = LOG_BYTES
         self._thread = threading.Thread(target=self._run, name="kvvault-catalog", daemon=True)
         self._thread.start()
 
@@ -153,6 +162,8 @@ class CommitQueue:
                 if not pending.durable:
                     pending.publish()
             self._flush.put([pending for pending in group if pending.durable])
+            if log_bytes(self._path) >= self._log_limit:
+                self._empty_log(connection)
         if connection is not None:
             connection.close()
         self._flush.put(None)
@@ -182,6 +193,17 @@ class CommitQueue:
             if commits >= _CHECKPOINT_COMMITS and not closing:
                 self._checkpoint()
                 commits = 0
+
+    def _empty_log(self, connection: Connection) -> None:
+        """Outside any transaction, so nobody loses anything when it fails."""
+        try:
+            with translated_errors("empty the catalog's log"):
+                busy = pragma(connection, "wal_checkpoint(TRUNCATE)")
+        except Exception as exc:  # noqa: BLE001 - the log only grows until the next attempt
+            log.warning("%s", _as_error(exc))
+            busy = 1
+        # Somebody reads for long: not tried again at every commit, each time waiting for him.
+        self._log_limit = log_bytes(self._path) + LOG_BYTES if busy else LOG_BYTES
 
     def _checkpoint(self) -> None:
         try:
