@@ -348,6 +348,7 @@ class RetentionMachine(RuleBasedStateMachine):
             return
         real = self.home.clock.monotonic()
         for handle, vault in enumerate(self.handles):
+            vault.refresh()  # lookups may be a moment behind what another process deleted
             for tenant in TENANTS:
                 scope = self.scope(handle, (tenant, None))
                 for pick in range(8):
