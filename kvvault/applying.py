@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -53,6 +53,19 @@ class SegmentChange:
     held: bool
     """A hold keeps it: what would be deleted stays."""
 
+    @property
+    def deadline(self) -> float:
+        """From when on it is not served; infinite when never."""
+        return min(
+            math.inf if self.delete_by is None else self.delete_by,
+            math.inf if self.idle_until is None else self.idle_until,
+        )
+
+    @property
+    def outcome(self) -> Change:
+        """What becomes of it: what a hold keeps is kept."""
+        return Change.KEEP if self.held and self.change is Change.DELETE else self.change
+
 
 @dataclass(frozen=True, slots=True)
 class Sum:
@@ -71,14 +84,22 @@ class PolicyDiff:
     new: Policy
     changes: tuple[SegmentChange, ...]
 
-    def sum(self, change: Change) -> Sum:
-        """What is deleted, kept, shortened or lengthened. What a hold keeps counts as kept."""
-        mine = [
-            one.facts
-            for one in self.changes
-            if (Change.KEEP if one.held and one.change is Change.DELETE else one.change) is change
-        ]
-        return Sum(len(mine), sum(one.blocks for one in mine), sum(one.data_bytes for one in mine))
+    def sum(self, change: Change, rule: str | None = None) -> Sum:
+        """What is deleted, kept, shortened or lengthened, in all or of what one rule governs then.
+        What a hold keeps counts as kept."""
+        return _sum(
+            one.facts for one in self.changes if one.outcome is change and rule in (None, one.rule)
+        )
+
+    @property
+    def held(self) -> Sum:
+        """What would be deleted, but for a hold."""
+        return _sum(one.facts for one in self.changes if one.outcome is not one.change)
+
+
+def _sum(segments: Iterable[SegmentFacts]) -> Sum:
+    every = list(segments)
+    return Sum(len(every), sum(f.blocks for f in every), sum(f.data_bytes for f in every))
 
 
 class Applier:
@@ -187,16 +208,21 @@ def _change(row: SegmentRow, governed: Governed, now: float, held: bool) -> Segm
     facts, verdict = row.facts, governed.verdict
     opened = facts.created_at
     delete_by = None if verdict.delete_by_s is None else opened + verdict.delete_by_s
+    if not verdict.persist:
+        delete_by = opened  # what a hold keeps is not served, and goes when the hold is cleared
+    if facts.deadline <= now:  # no policy revives what is past its deadline
+        delete_by = min(facts.deadline, math.inf if delete_by is None else delete_by)
     idle_until = None
     if verdict.idle_s is not None:
-        used = max(opened, facts.last_used or opened)
-        idle_until = min(used + verdict.idle_s, math.inf if delete_by is None else delete_by)
+        idle_until = min(
+            _idle_until(row, verdict.idle_s), math.inf if delete_by is None else delete_by
+        )
     keep = verdict.keep_at_least_s
     deadline = min(
         math.inf if delete_by is None else delete_by,
         math.inf if idle_until is None else idle_until,
     )
-    if not verdict.persist or deadline <= now:
+    if deadline <= now:
         change = Change.DELETE
     elif deadline == facts.deadline:
         change = Change.KEEP
@@ -212,3 +238,15 @@ def _change(row: SegmentRow, governed: Governed, now: float, held: bool) -> Segm
         governed.closes_at(opened) + keep if keep else None,
         held,
     )
+
+
+def _idle_until(row: SegmentRow, idle_s: float) -> float:
+    """The sliding deadline, from the last use. That of blocks that were written again shows only
+    in the sliding deadline they had."""
+    facts = row.facts
+    used = max(facts.created_at, facts.last_used or facts.created_at)
+    if row.idle_s is None or facts.idle_until is None:
+        return used + idle_s
+    if row.idle_s == idle_s:  # not by way of the last use, which would not give the same number
+        return max(used + idle_s, facts.idle_until)
+    return max(used, facts.idle_until - row.idle_s) + idle_s
