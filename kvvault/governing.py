@@ -125,6 +125,17 @@ class Inherited:
         return self.kept
 
 
+@dataclass(frozen=True, slots=True)
+class AppliedPolicy:
+    """A policy that is in force, and since when."""
+
+    number: int
+    policy: Policy
+    applied_at: float
+    """Seconds since the epoch, by the vault's own time."""
+    actor: str
+
+
 _WINDOWS = 8
 """A segment takes blocks for at most this fraction of their life."""
 
@@ -151,21 +162,26 @@ class Governor:
         """
         with self._lock:
             if self._policy is None or self._policy_no < self._newest:
-                row = self._catalog.read(retention.current_policy)
-                if row is None:
-                    raise CatalogCorruptError(
-                        "the catalog has no policy", hint="apply one: kvvault policy apply"
-                    )
-                try:
-                    self._policy = Policy.parse(row.source, name="the policy in force")
-                except ConfigError as exc:
-                    raise CatalogCorruptError(
-                        f"the policy in the catalog cannot be read: {exc}",
-                        hint="apply one: kvvault policy apply",
-                    ) from exc
-                self._policy_no = row.policy_no
-                self._newest = max(self._newest, row.policy_no)
+                applied = self.applied()
+                self._policy, self._policy_no = applied.policy, applied.number
+                self._newest = max(self._newest, applied.number)
             return self._policy_no, self._policy
+
+    def applied(self) -> AppliedPolicy:
+        """The policy in force, as the catalog has it now. Errors as `current`."""
+        row = self._catalog.read(retention.current_policy)
+        if row is None:
+            raise CatalogCorruptError(
+                "the catalog has no policy", hint="apply one: kvvault policy apply"
+            )
+        try:
+            policy = Policy.parse(row.source, name="the policy in force")
+        except ConfigError as exc:
+            raise CatalogCorruptError(
+                f"the policy in the catalog cannot be read: {exc}",
+                hint="apply one: kvvault policy apply",
+            ) from exc
+        return AppliedPolicy(row.policy_no, policy, row.applied_at, row.actor)
 
     def govern(
         self,

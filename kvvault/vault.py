@@ -40,7 +40,7 @@ from kvvault.errors import (
     VaultNotFoundError,
 )
 from kvvault.evicting import EvictionReport, Evictor
-from kvvault.governing import Governed, Governor
+from kvvault.governing import AppliedPolicy, Governed, Governor
 from kvvault.holding import Hold, Holder
 from kvvault.keylooking import KeyCheck, KeysReport
 from kvvault.keyring import KeyRing, another_tenants_row, with_current
@@ -729,7 +729,7 @@ class Vault:
 
     @property
     def catalog(self) -> Catalog:
-        """For the jobs' lease and history alone."""
+        """For the jobs' lease and history, and for `kvvault.health`; nobody else."""
         return self._catalog
 
     def _expire_at_opening(self) -> None:
@@ -857,6 +857,14 @@ class Vault:
             CatalogError, StorageError: it cannot be read.
         """
         return self._governor.current()[1]
+
+    def applied_policy(self) -> AppliedPolicy:
+        """The policy in force, its number, and who applied it when.
+
+        Raises: as `policy`.
+        """
+        self._check_open()
+        return self._governor.applied()
 
     @property
     def time(self) -> VaultTime:

@@ -102,13 +102,19 @@ def past_deadline(now: float) -> ColumnElement[bool]:
     return and_(s.state.in_(LIVE), or_(s.delete_by <= now, s.idle_until <= now))
 
 
-def next_deadline(connection: Connection) -> float | None:
-    """When the next segment that nobody holds is to be destroyed."""
+def next_deadline(connection: Connection, *, after: float | None = None) -> float | None:
+    """When the next segment that nobody holds is to be destroyed; with `after`, of those whose time
+    has not come by then."""
     s = t.segments.c
     first = func.min(
         func.min(func.coalesce(s.delete_by, _NEVER), func.coalesce(s.idle_until, _NEVER))
     )
-    found = connection.execute(select(first).where(s.state.in_(LIVE), ~held())).scalar()
+    statement = select(first).where(s.state.in_(LIVE), ~held())
+    if after is not None:
+        statement = statement.where(
+            func.coalesce(s.delete_by, _NEVER) > after, func.coalesce(s.idle_until, _NEVER) > after
+        )
+    found = connection.execute(statement).scalar()
     return None if found is None or float(found) >= _NEVER else float(found)
 
 

@@ -16,7 +16,9 @@ from kvvault.doctor import vault as checks
 from kvvault.doctor.disk import check_space
 from kvvault.doctor.findings import Finding, Status, fail, warn, worst
 from kvvault.doctor.pending import PendingRepair, pending_repair
+from kvvault.doctor.promises import check_promises
 from kvvault.errors import KvvaultError
+from kvvault.health import health_of
 from kvvault.model import Clock, SystemClock
 from kvvault.vault import Vault
 
@@ -125,4 +127,5 @@ def _diagnose_open(vault: Vault, path: Path, uid: int, clock: Clock) -> list[Fin
             )
         )
     found += checks.check_pending(pending_repair(path, vault.segments, clock.now()))
+    found += check_promises(health_of(vault, clock))
     return found

@@ -69,6 +69,34 @@ CLOCK = {
     "waiting_bytes",
 }
 STATES = {"open", "sealed", "revoked", "destroyed", "lost"}
+DIFF = {
+    "vault",
+    "old",
+    "new",
+    "delete",
+    "keep",
+    "shorten",
+    "lengthen",
+    "held",
+    "rules",
+    "changes",
+}
+CHANGES = {
+    "old": {"policy", "digest"},
+    "delete": COUNTS,
+    "held": COUNTS,
+    "rules": {"rule", "delete", "keep", "shorten", "lengthen"},
+    "changes": {
+        "id",
+        "change",
+        "held",
+        "rule",
+        "deadline_before",
+        "deadline",
+        "blocks",
+        "bytes",
+    },
+}
 
 FIELDS: dict[str, dict[str, set[str]]] = {
     "status": {
@@ -86,9 +114,26 @@ FIELDS: dict[str, dict[str, set[str]]] = {
             "key_provider",
             "recovery_needed",
             "recovery",
+            "policy",
+            "space",
+            "next_deadline_at",
+            "overdue_segments",
+            "jobs",
+            "clock_suspect",
+            "holds",
+            "healthy",
             "warnings",
         },
         "key_provider": PROVIDER,
+        "policy": {"number", "name", "digest", "applied_at", "applied_by"},
+        "space": {
+            "used_bytes",
+            "pending_bytes",
+            "cap_bytes",
+            "free_bytes",
+            "free_floor_bytes",
+        },
+        "jobs": {"healthy", "overdue", "failing"},
         "segment_states": STATES,
         "recovery": {
             "abandoned_segments",
@@ -143,6 +188,12 @@ FIELDS: dict[str, dict[str, set[str]]] = {
             "unreadable",
             "damaged_segments",
         }
+    },
+    "policy diff gdpr-30d": {"": DIFF, "new": {"policy", "digest"}, **CHANGES},
+    "policy apply gdpr-30d --yes": {
+        "": {*DIFF, "applied", "number", "deleted"},
+        "deleted": COUNTS,
+        **CHANGES,
     },
     "doctor": {
         "": {"vault", "status", "findings", "removed"},

@@ -64,7 +64,7 @@ def holder(catalog: Catalog) -> Lease:
 
 
 def scrubbed(catalog: Catalog, days_ago: float) -> None:
-    """Have the history say that everything was authentic then; after a week all is checked again."""
+    """Have the history say that all was authentic then; after a week all is checked again."""
     then = SystemClock().now() - days_ago * DAY_S
     catalog.write(
         lambda c: rows.add_run(c, "scrub", bytes(16), then, then + 1.0, "ok", "", KEPT_RUNS)

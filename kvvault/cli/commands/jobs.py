@@ -8,14 +8,13 @@ import queue
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from kvvault.cli.formats import human_duration, iso_time, path_text
 from kvvault.cli.run import Run, command
-from kvvault.errors import UsageError, VaultNotFoundError
+from kvvault.errors import UsageError
 from kvvault.model import SystemClock
 
 if TYPE_CHECKING:
@@ -152,18 +151,11 @@ def jobs_ls(run: Run) -> int | None:
 
     Exit code 3 when a job is overdue or its last run failed.
     """
-    from kvvault.lifecycle.runs import job_health
-    from kvvault.upkeep import jobs_of
+    from kvvault.health import job_statuses
 
     path = run.vault_path()
     with run.open_vault() as vault:
-        statuses = job_health(
-            vault.catalog,
-            jobs_of(vault),
-            SystemClock().now(),
-            since=_made_at(path),
-            boot=_boot(),
-        )
+        statuses = job_statuses(vault, SystemClock())
     healthy = all(status.healthy for status in statuses)
     if run.output.json:
         run.output.document(
@@ -176,16 +168,6 @@ def jobs_ls(run: Run) -> int | None:
     else:
         run.output.verdicts([_verdict(status) for status in statuses])
     return None if healthy else 3
-
-
-def _made_at(path: Path) -> float:
-    """When the vault was made: its descriptor is never written again."""
-    from kvvault.segments.format import DESCRIPTOR_NAME
-
-    try:
-        return (path / DESCRIPTOR_NAME).stat().st_mtime
-    except FileNotFoundError:
-        raise VaultNotFoundError("the vault is gone", hint="somebody removed it") from None
 
 
 def _status_json(status: JobStatus) -> dict[str, object]:

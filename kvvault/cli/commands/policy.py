@@ -1,4 +1,4 @@
-"""policy show, check, test, explain, schema."""
+"""policy show, check, test, explain, diff, apply, schema."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvvault.cli.commands import applying
 from kvvault.cli.formats import Cell
 from kvvault.cli.run import Run, command
 from kvvault.errors import UsageError
@@ -20,36 +21,36 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _FILE = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--file",
         metavar="FILE",
-        help="A policy file, or the name of a policy that comes with kvvault.",
+        help="A policy file, or the name of a policy that comes with kvvault. If not given: the "
+        "policy in force in the vault that is named, or else the one named default.",
     ),
 ]
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(name="policy", help="Look at retention policies, check and test them.")
-    command(group, "show", vault=False)(show)
+    group = typer.Typer(name="policy", help="Look at policies, check, test and apply them.")
+    command(group, "show")(show)
     command(group, "check", vault=False)(check)
     command(group, "test", vault=False)(run_tests)
-    command(group, "explain", vault=False)(explain)
+    command(group, "explain")(explain)
+    applying.register(group)
     command(group, "schema", vault=False)(schema)
     app.add_typer(group)
 
 
 def show(
     run: Run,
-    file: _FILE = "default",
+    file: _FILE = None,
     source: Annotated[
         bool, typer.Option("--source", help="Print the file itself, with its comments.")
     ] = False,
 ) -> int | None:
     """Show a policy: its rules in the order in which they are tried, and its limits."""
-    from kvvault.policy import shipped
-
-    policy = shipped.find(file)
+    policy = _policy(run, file)
     if run.output.json:
         run.output.document(
             {
@@ -134,7 +135,7 @@ def run_tests(
 def explain(
     run: Run,
     tenant: Annotated[str, typer.Option("--tenant", metavar="NAME", help="The tenant's name.")],
-    file: _FILE = "default",
+    file: _FILE = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="The model's name.")
     ] = None,
@@ -161,9 +162,9 @@ def explain(
 ) -> int | None:
     """Say which rule governs a request, and why: what becomes of its blocks, and which rules were
     tried."""
-    from kvvault.policy import decide, shipped
+    from kvvault.policy import decide
 
-    policy = shipped.find(file)
+    policy = _policy(run, file)
     named = _pairs("--fact", facts)
     if model is not None:
         named["model"] = model
@@ -178,6 +179,19 @@ def schema(run: Run) -> int | None:
 
     run.output.document(form.schema())
     return None
+
+
+def _policy(run: Run, file: str | None) -> Policy:
+    """What was named, else what is in force in the vault, else the default. Errors as
+    `shipped.find` and `Run.open_vault`."""
+    from kvvault.policy import shipped
+
+    if file is not None:
+        return shipped.find(file)
+    if run.settings.vault is None:
+        return shipped.load()
+    with run.open_vault() as vault:
+        return vault.policy()
 
 
 # -- in words and in JSON ------------------------------------------------------------------------

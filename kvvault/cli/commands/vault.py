@@ -15,6 +15,8 @@ from kvvault.model import SegmentFacts, SegmentState, SystemClock
 
 if TYPE_CHECKING:
     from kvvault.crypto.providers.base import ProviderInfo
+    from kvvault.governing import AppliedPolicy
+    from kvvault.health import Health
 
 __all__ = ["register"]
 
@@ -82,9 +84,14 @@ def init(run: Run) -> int | None:
 
 
 def status(run: Run) -> int | None:
-    """Show in a few lines what is on the disk, and whether all is well."""
+    """Show in a few lines what is on the disk, and whether all is well.
+
+    Exit code 3 when it is not: a job is overdue or its last run failed, something is past its
+    deadline, or the clock is suspect.
+    """
     from kvvault import layout
     from kvvault.doctor.pending import pending_repair
+    from kvvault.health import health_of
 
     path = run.vault_path()
     descriptor = layout.read_descriptor(path)
@@ -92,6 +99,7 @@ def status(run: Run) -> int | None:
         inventory = Inventory.of(vault)
         info = vault.provider_info()
         pending = pending_repair(path, vault.segments, SystemClock().now())
+        health = health_of(vault, SystemClock())
     live = [facts for facts in inventory.segments if facts.state.live]
     states = Counter(facts.state for facts in inventory.segments)
     times = [facts.created_at for facts in live]
@@ -102,6 +110,8 @@ def status(run: Run) -> int | None:
         warnings.append(
             f"not closed cleanly, to repair: {pending.summary()} (done when an engine opens it)"
         )
+    warnings += health.problems
+    code = 3 if health.problems else None
     if run.output.json:
         run.output.document(
             {
@@ -125,10 +135,11 @@ def status(run: Run) -> int | None:
                     "excess_bytes": pending.excess_bytes,
                     "unfinished_deletions": pending.unfinished_deletions,
                 },
+                **_health(health),
                 "warnings": warnings,
             }
         )
-        return None
+        return code
     counts = ", ".join(f"{states[state]} {state.value}" for state in SegmentState if states[state])
     run.output.pairs(
         [
@@ -142,11 +153,67 @@ def status(run: Run) -> int | None:
             ("newest", newest or "-"),
             ("key", f"{info.uri} (destroying it is {info.assurance.value})"),
             ("recovery", "needed" if pending.needed else "not needed"),
+            *_health_words(health),
         ]
     )
     for text in warnings:
         run.output.warning(text)
-    return None
+    return code
+
+
+def _health(health: Health) -> dict[str, object]:
+    policy, space, deadlines = health.policy, health.space, health.deadlines
+    return {
+        "policy": {
+            "number": policy.number,
+            "name": policy.policy.name,
+            "digest": policy.policy.digest.hex(),
+            "applied_at": iso_time(policy.applied_at),
+            "applied_by": policy.actor,
+        },
+        "space": {
+            "used_bytes": space.used_bytes,
+            "pending_bytes": space.usage.pending,
+            "cap_bytes": space.limits.cap_bytes,
+            "free_bytes": space.around.free_bytes,
+            "free_floor_bytes": space.limits.free_floor_bytes,
+        },
+        "next_deadline_at": iso_time(deadlines.following),
+        "overdue_segments": deadlines.overdue,
+        "jobs": {
+            "healthy": all(status.healthy for status in health.jobs),
+            "overdue": [status.name for status in health.jobs if status.overdue],
+            "failing": [status.name for status in health.jobs if status.failing],
+        },
+        "clock_suspect": health.clock_suspect,
+        "holds": health.holds,
+        "healthy": not health.problems,
+    }
+
+
+def _health_words(health: Health) -> list[tuple[str, str]]:
+    policy, space, deadlines = health.policy, health.space, health.deadlines
+    cap = "no cap" if space.limits.cap_bytes is None else f"cap {_size(space.limits.cap_bytes)}"
+    free = f"{_size(space.around.free_bytes)} free, floor {_size(space.limits.free_floor_bytes)}"
+    sick = [status.name for status in health.jobs if not status.healthy]
+    return [
+        ("policy", f"{policy.number}: {_name(policy)}"),
+        ("space", f"{_size(space.used_bytes)} used, {cap}; {free}"),
+        ("deadline", f"next {iso_time(deadlines.following) or '-'}, overdue {deadlines.overdue}"),
+        ("jobs", f"NOT WELL: {', '.join(sick)}" if sick else f"all {len(health.jobs)} well"),
+        ("clock", "SUSPECT" if health.clock_suspect else "not suspect"),
+        ("holds", f"{health.holds} in force"),
+    ]
+
+
+def _name(applied: AppliedPolicy) -> str:
+    policy = applied.policy
+    when = iso_time(applied.applied_at) or "-"
+    return f"{policy.name} {policy.digest.hex()[:12]}, applied {when} by {applied.actor}"
+
+
+def _size(count: int) -> str:
+    return f"{count} ({human_bytes(count)})" if count >= 1024 else human_bytes(count)
 
 
 # -- df ------------------------------------------------------------------------------------------
