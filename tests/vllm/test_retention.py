@@ -45,7 +45,11 @@ def test_hits_before_the_deadline_and_misses_after_it(
     setup = Setup(engines, models, tmp_path)
     path, provider = tmp_path / "vault", f"file:{tmp_path / 'key'}"
     Vault.create(path, provider=provider, policy=Policy.parse(POLICY)).close()
-    tier = {"type": "kvvault", "vault": str(path), "key_provider": provider}
+    tier: dict[str, object] = {
+        "type": "kvvault",
+        "vault": str(path),
+        "key_provider": provider,
+    }
     # The CPU tier holds two of these prompts at a time, so what comes back comes from the vault.
     asked, *others = prompts(7, *[512 + 10] * 9)
     row = 2 * 3 * 32 * 256 * 4
