@@ -81,11 +81,15 @@ class Evictor:
         self._time = time
         self._counters = counters
         self._lock = threading.Lock()
+        self._evicting: int | None = None
+        """The thread that evicts: its own stores must not wait for it."""
         self._rounds = 0
         self._rest_until = 0.0
 
     def make_room(self, shortage: NoSpaceError) -> bool:
         """Free what a store needs; whether trying again makes sense. Never raises."""
+        if self._evicting == threading.get_ident():
+            return False  # what is written again finds no room: others were faster; it is lost
         seen = self._rounds
         with self._lock:
             if self._rounds != seen:
@@ -133,6 +137,16 @@ class Evictor:
         return int(_LEAST_SHARE * (self._space.limits(around).cap_bytes or 0))
 
     def _evict(self, nbytes: int, shortage: NoSpaceError | None, reason: str) -> EvictionReport:
+        """Caller holds the lock."""
+        self._evicting = threading.get_ident()
+        try:
+            return self._evict_chosen(nbytes, shortage, reason)
+        finally:
+            self._evicting = None
+
+    def _evict_chosen(
+        self, nbytes: int, shortage: NoSpaceError | None, reason: str
+    ) -> EvictionReport:
         now = self._time.steady()
         rows = {
             row.facts.segment_id: row

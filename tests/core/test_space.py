@@ -18,6 +18,7 @@ from kvvault.catalog.database import log_bytes
 from kvvault.catalog.operations import SegmentGoneError
 from kvvault.catalog.space import NoSpaceError, SpaceLimits, Surroundings
 from kvvault.catalog.writer import LOG_BYTES
+from kvvault.evicting import EvictionReport, Evictor
 from kvvault.model import PutReport
 from kvvault.options import VaultOptions
 from kvvault.vault import Scope, Vault
@@ -363,3 +364,27 @@ def test_a_reader_that_takes_long_does_not_hold_up_every_commit(
                 durable=False,
             )
         assert log_bytes(timed.catalog) <= 1 << 17
+
+
+def test_what_is_written_again_and_finds_no_room_waits_for_nobody(
+    timed: TimedHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process was faster: the thread that makes room asks for room itself."""
+    asked: list[bool] = []
+
+    def crowded(evictor: Evictor, *_: object) -> EvictionReport:
+        asked.append(evictor.make_room(NoSpaceError("others were faster", 1)))
+        return EvictionReport(segments=1, freed_bytes=1)
+
+    monkeypatch.setattr(Evictor, "_evict_chosen", crowded)
+    with timed.create() as vault:
+        made: list[bool] = []
+        shortage = NoSpaceError("the vault is full", 1)
+        thread = threading.Thread(
+            target=lambda: made.append(vault._evictor.make_room(shortage)), daemon=True
+        )
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert made == [True]
+        assert asked == [False]

@@ -32,6 +32,7 @@ from sqlalchemy import Engine, event
 from kvvault.crypto.providers import FileProvider
 from kvvault.errors import KvvaultError
 from kvvault.model import Outcome
+from kvvault.testing import ManualClock
 from kvvault.vault import Vault
 from tests.crash.blocks import (
     NAMESPACES,
@@ -49,6 +50,8 @@ from tests.crash.blocks import (
 from tests.crash.processes import PATIENCE_S, Log
 
 KEPT, FLEETING = TENANTS[:2], TENANTS[2]
+DEADLINE_S = 3600.0
+"""When blocks die in the scenarios with a clock of their own; see `test_retention_kill`."""
 
 
 def joined(numbers: Sequence[int]) -> str:
@@ -262,11 +265,40 @@ def _reopen(log: Log, vault: str) -> None:
     Vault.open(vault, options=OPTIONS).close()
 
 
+def _expire(log: Log, vault: str) -> None:
+    """The deadline comes while the vault is open; then something is deleted, and stored."""
+    clock = ManualClock()
+    with Vault.open(vault, options=OPTIONS, clock=clock) as opened:
+        clock.advance(DEADLINE_S)
+        opened.expire()
+        log("expired")
+        ids = segments_of(opened, ["beta"])[:1]
+        log("deleting", ids[0].hex())
+        opened.delete_segments(ids)
+        log("deleted", ids[0].hex())
+        scope = opened.scope("alpha", NAMESPACES[0])
+        assert put(opened, scope, "alpha", range(100, 103)) == 3
+        log("stored")
+
+
+def _open_late(log: Log, vault: str) -> None:
+    """The deadline comes while nobody has the vault open."""
+    Vault.open(vault, options=OPTIONS, clock=ManualClock(ManualClock().now() + DEADLINE_S)).close()
+    log("expired")
+
+
 def step(log: Log, *, scenario: str, vault: str, at: int, torn: bool = False) -> None:
     """Run a scenario and die at its step `at`; else report how many steps it has."""
     fuse = Fuse(at, torn=torn)
     fuse.arm()
-    {"create": _create, "work": _work, "reopen": _reopen}[scenario](log, vault)
+    scenarios = {
+        "create": _create,
+        "work": _work,
+        "reopen": _reopen,
+        "expire": _expire,
+        "open_late": _open_late,
+    }
+    scenarios[scenario](log, vault)
     fuse.armed = False
     log("steps", fuse.steps)
 
