@@ -39,6 +39,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from kvvault.catalog.database import (
+    BUSY_TIMEOUT_S,
     direct,
     log_bytes,
     pragma,
@@ -57,6 +58,8 @@ _CLOSE_S = 30.0
 _CHECKPOINT_COMMITS = 200
 """After how many commits of this process the log is moved into the database: about as often as
 SQLite would by itself (1000 pages)."""
+_LOG_PATIENCE_MS = 200
+"""How long readers are waited for when the log is emptied: commits wait meanwhile."""
 LOG_BYTES = 4 << 20
 """At this size the log is emptied, whatever waits."""
 
@@ -198,7 +201,11 @@ class CommitQueue:
         """Outside any transaction, so nobody loses anything when it fails."""
         try:
             with translated_errors("empty the catalog's log"):
-                busy = pragma(connection, "wal_checkpoint(TRUNCATE)")
+                pragma(connection, f"busy_timeout={_LOG_PATIENCE_MS}")
+                try:
+                    busy = pragma(connection, "wal_checkpoint(TRUNCATE)")
+                finally:
+                    pragma(connection, f"busy_timeout={round(BUSY_TIMEOUT_S * 1000)}")
         except Exception as exc:  # noqa: BLE001 - the log only grows until the next attempt
             log.warning("%s", _as_error(exc))
             busy = 1
