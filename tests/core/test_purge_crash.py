@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_an_error_at_any_step_loses_nothing_and_is_made_up_for(place: Path, ever
         vault = home.create()
         populate(vault)
         wraps = old_wraps(home.catalog)
-        steps = Steps(number, lambda number=number: fail(names[number].split()[1]))
+        steps = Steps(number, partial(fail, names[number].split()[1]))
         with pytest.raises((StorageError, KeyUnavailableError)):
             purge_in_steps(vault, provider, steps)
         judge(vault)

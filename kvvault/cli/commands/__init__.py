@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import typer
 
-from kvvault.cli.commands import clock, deleting, doctor, engine, hold, jobs, listing, policy, vault
+from kvvault.cli.commands import (
+    clock,
+    deleting,
+    doctor,
+    engine,
+    hold,
+    jobs,
+    keys,
+    listing,
+    policy,
+    vault,
+)
 
 __all__ = ["register_all"]
 
@@ -15,6 +26,7 @@ def register_all(app: typer.Typer) -> None:
     listing.register(app)
     deleting.register(app)
     hold.register(app)
+    keys.register(app)
     policy.register(app)
     doctor.register(app)
     jobs.register(app)
