@@ -45,7 +45,7 @@ def diff(run: Run, file: _FILE) -> int | None:
     from kvvault.policy import shipped
 
     policy = shipped.find(file)
-    with run.open_vault() as vault:
+    with open_to_plan(run) as vault:
         found = vault.diff_policy(policy)
     if run.output.json:
         run.output.document(_document(run, found))

@@ -1,0 +1,161 @@
+"""What status and doctor say of policy, space, deadlines, jobs, clock and holds."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from kvvault.catalog import jobs as rows
+from kvvault.catalog import space
+from kvvault.doctor import Machine, diagnose
+from kvvault.health import health_of
+from kvvault.lifecycle.runs import KEPT_RUNS
+from kvvault.model import SystemClock
+from kvvault.policy import shipped
+from kvvault.space import limits_of, surroundings
+from kvvault.testing import ManualClock
+from kvvault.vault import Vault
+from tests.cli.conftest import Place
+from tests.cli.support import TENANTS, run
+from tests.core.timed import policy
+
+DAY = 86_400.0
+
+
+def status(place: Place, code: int = 0) -> dict[str, Any]:
+    result = run("status", *place.flags, "--json")
+    assert result.code == code
+    return result.document
+
+
+def finding(place: Place, machine: Machine, name: str, clock: Any = None) -> tuple[str, str]:
+    found = diagnose(place.path, provider=place.key, surroundings=machine, clock=clock)
+    [one] = [f for f in found if f.name == name]
+    return one.status.value, one.what
+
+
+def test_policy_and_deadline(place: Place, surroundings: Machine) -> None:
+    document = status(place)
+    default = shipped.load()
+    assert document["policy"]["name"] == default.name
+    assert document["policy"]["digest"] == default.digest.hex()
+    assert document["healthy"] is True
+    assert document["overdue_segments"] == 0
+    with Vault.open(place.path, provider=place.key, read_only=True) as vault:
+        first = min(f.deadline for f in vault.segments())
+        assert health_of(vault, SystemClock()).deadlines.following == first
+    text = run("status", *place.flags)
+    assert text.code == 0
+    assert f"1: default {default.digest.hex()[:12]}, applied 2" in text.out
+    assert "overdue 0" in text.out
+    assert "jobs        all 6 well" in text.out
+    assert finding(place, surroundings, "policy")[0] == "ok"
+    assert default.digest.hex()[:12] in finding(place, surroundings, "policy")[1]
+    assert finding(place, surroundings, "deadlines")[0] == "ok"
+
+
+def test_limits_that_are_reported_are_those_that_are_enforced(place: Place) -> None:
+    with Vault.open(place.path, provider=place.key) as vault:
+        vault.apply_policy(policy("delete_by: 1h", cap="9MiB", free_floor="3MiB"), actor="test")
+    reported = status(place)["space"]
+    assert (reported["cap_bytes"], reported["free_floor_bytes"]) == (9 << 20, 3 << 20)
+    with Vault.open(place.path, provider=place.key, read_only=True) as vault:
+        around = surroundings_of(vault)
+        assert limits_of(vault.policy().vault, around).cap_bytes == reported["cap_bytes"]
+        usage = vault.catalog.read(space.usage)
+        seen = health_of(vault, SystemClock()).space
+        assert seen.usage == usage
+        assert usage.used >= 12 * 4096
+        assert seen.used_bytes == usage.used + seen.around.catalog_bytes + seen.around.log_bytes
+        assert not seen.above_cap
+        assert not seen.below_floor
+
+
+def surroundings_of(vault: Vault) -> space.Surroundings:
+    return surroundings(vault.path)
+
+
+def test_above_the_cap_and_below_the_floor(place: Place, surroundings: Machine) -> None:
+    assert finding(place, surroundings, "cap and floor")[0] == "ok"
+    with Vault.open(place.path, provider=place.key) as vault:
+        vault.apply_policy(policy("delete_by: 1h", cap="10KiB"), actor="test")
+    state, what = finding(place, surroundings, "cap and floor")
+    assert state == "warn"
+    assert what.startswith("above the cap")
+    with Vault.open(place.path, provider=place.key) as vault:
+        vault.apply_policy(policy("delete_by: 1h", free_floor="900TiB"), actor="test")
+    state, what = finding(place, surroundings, "cap and floor")
+    assert state == "warn"
+    assert what.startswith("below the floor")
+
+
+def test_what_lives_past_its_deadline_is_red(place: Place, surroundings: Machine) -> None:
+    later = ManualClock(SystemClock().now() + 2 * DAY)
+    with Vault.open(place.path, provider=place.key, read_only=True, clock=later) as vault:
+        health = health_of(vault, later)
+    assert health.deadlines.overdue == 2
+    assert health.deadlines.following is None
+    assert any("past their deadline" in text for text in health.problems)
+    state, what = finding(place, surroundings, "deadlines", later)
+    assert state == "fail"
+    assert what.startswith("2 segments are past theirs")
+    with Vault.open(place.path, provider=place.key) as vault:
+        for tenant in TENANTS:
+            vault.place_hold(tenant=tenant, reason="a case", actor="counsel")
+    assert finding(place, surroundings, "deadlines", later)[0] == "ok"  # held: not overdue
+    assert status(place)["holds"] == 2
+    assert finding(place, surroundings, "holds") == ("ok", "2 in force")
+
+
+def test_a_failing_job_is_red(place: Place, surroundings: Machine) -> None:
+    assert finding(place, surroundings, "jobs") == ("ok", "all 6 run")
+    with Vault.open(place.path, provider=place.key) as vault:
+        now = SystemClock().now()
+        vault.catalog.write(
+            lambda c: rows.add_run(
+                c, "purge", bytes(16), now, now, "failed", "KeyUnavailableError: x", KEPT_RUNS
+            )
+        )
+    document = status(place, code=3)
+    assert document["jobs"] == {"healthy": False, "overdue": [], "failing": ["purge"]}
+    assert document["healthy"] is False
+    assert any("purge failed" in text for text in document["warnings"])
+    text = run("status", *place.flags)
+    assert text.code == 3
+    assert "NOT WELL: purge" in text.out
+    assert finding(place, surroundings, "jobs")[0] == "fail"
+    assert run("doctor", *place.flags).code == 1
+
+
+def test_an_overdue_job_is_red(place: Place, surroundings: Machine) -> None:
+    long_ago = SystemClock().now() - 100 * DAY
+    os.utime(place.path / "VAULT", (long_ago, long_ago))
+    document = status(place, code=3)
+    assert document["jobs"]["overdue"] == [
+        "expire",
+        "evict",
+        "purge",
+        "scrub",
+        "reconcile",
+        "checkpoint",
+    ]
+    state, what = finding(place, surroundings, "jobs")
+    assert state == "fail"
+    assert "expire" in what
+
+
+@pytest.mark.parametrize(("days", "suspect"), [(1, False), (400, True)])
+def test_a_suspect_clock_is_red(
+    place: Place, surroundings: Machine, days: float, suspect: bool
+) -> None:
+    later = ManualClock(SystemClock().now() + days * DAY)
+    with Vault.open(place.path, provider=place.key, read_only=True, clock=later) as vault:
+        health = health_of(vault, later)
+    assert health.clock_suspect is suspect
+    assert any("the clock is" in text for text in health.problems) is suspect
+    if suspect:
+        assert health.deadlines.overdue == 0  # by the vault's own time nothing is
+    expected = "fail" if suspect else "ok"
+    assert finding(place, surroundings, "vault time", later)[0] == expected
