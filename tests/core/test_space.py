@@ -347,7 +347,7 @@ def test_a_reader_that_takes_long_does_not_hold_up_every_commit(
 ) -> None:
     """The log cannot be emptied under it; that is tried once for so much of it, not each time."""
     monkeypatch.setattr("kvvault.catalog.writer.LOG_BYTES", 1 << 16)
-    monkeypatch.setattr("kvvault.catalog.database.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvvault.catalog.writer._LOG_PATIENCE_MS", 10)
     with timed.create() as vault, timed.sql() as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM segments").fetchall()
