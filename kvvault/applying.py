@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,7 +21,7 @@ from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import SegmentRow, TenantRow
 from kvvault.deleting import DeletionReport, Eraser, Trigger
 from kvvault.errors import FormatError, WrongKeyError
-from kvvault.governing import LABELS, Governed
+from kvvault.governing import LABELS, Governed, Governor
 from kvvault.keyring import KeyRing
 from kvvault.model import Namespace, SegmentFacts
 from kvvault.policy.decide import Facts, decide
@@ -111,13 +111,13 @@ class Applier:
         ring: KeyRing,
         eraser: Eraser,
         time: VaultTime,
-        current: Callable[[], Policy],
+        governor: Governor,
     ) -> None:
         self._catalog = catalog
         self._ring = ring
         self._eraser = eraser
         self._time = time
-        self._current = current
+        self._governor = governor
 
     def diff(self, policy: Policy) -> PolicyDiff:
         """What applying `policy` now would change.
@@ -138,9 +138,7 @@ class Applier:
 
         def write(connection: Connection) -> PolicyDiff:
             diff = self._diff(connection, policy, now)
-            number = retention.add_policy(
-                connection, digest=policy.digest, source=policy.source, now=now, actor=actor
-            )
+            number = self._governor.put_in_force(connection, policy, now=now, actor=actor)
             change = operations.next_change(connection)
             for one in diff.changes:
                 retention.set_terms(
@@ -180,7 +178,7 @@ class Applier:
                 names[tenant.tenant_id] = self._ring.name(tenant)
             governed = self._govern(policy, row, tenant, names[tenant.tenant_id], namespace)
             changes.append(_change(row, governed, now, row.facts.segment_id in kept))
-        return PolicyDiff(self._current(), policy, tuple(changes))
+        return PolicyDiff(self._governor.current()[1], policy, tuple(changes))
 
     def _govern(
         self, policy: Policy, row: SegmentRow, tenant: TenantRow, name: str, namespace: Namespace

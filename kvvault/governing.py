@@ -13,11 +13,14 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sqlalchemy import Connection
+
 from kvvault.catalog import retention
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import Terms
 from kvvault.crypto.keys import TenantKeys
-from kvvault.errors import CatalogCorruptError, ConfigError
+from kvvault.errors import CatalogCorruptError, ConfigError, FormatError, WrongKeyError
+from kvvault.keyring import KeyRing
 from kvvault.model import Namespace
 from kvvault.policy.decide import Facts, Verdict, decide
 from kvvault.policy.document import Policy
@@ -143,8 +146,9 @@ _WINDOWS = 8
 class Governor:
     """Any thread. `current` and `govern` may read the catalog; `noticed` does nothing slow."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, ring: KeyRing) -> None:
         self._catalog = catalog
+        self._ring = ring
         self._lock = threading.Lock()
         self._policy: Policy | None = None
         self._policy_no = 0
@@ -167,6 +171,18 @@ class Governor:
                 self._newest = max(self._newest, applied.number)
             return self._policy_no, self._policy
 
+    def put_in_force(
+        self, connection: Connection, policy: Policy, *, now: float, actor: str
+    ) -> int:
+        """Add a policy's row, in a transaction of the caller; its number."""
+        return retention.add_policy(
+            connection,
+            digest=policy.digest,
+            sealed_source=self._ring.seal_policy(policy.source),
+            now=now,
+            actor=actor,
+        )
+
     def applied(self) -> AppliedPolicy:
         """The policy in force, as the catalog has it now. Errors as `current`."""
         row = self._catalog.read(retention.current_policy)
@@ -175,11 +191,12 @@ class Governor:
                 "the catalog has no policy", hint="apply one: kvvault policy apply"
             )
         try:
-            policy = Policy.parse(row.source, name="the policy in force")
-        except ConfigError as exc:
+            source = self._ring.open_policy(row.sealed_source)
+            policy = Policy.parse(source, name="the policy in force")
+        except (WrongKeyError, FormatError, ConfigError, UnicodeDecodeError) as exc:
             raise CatalogCorruptError(
-                f"the policy in the catalog cannot be read: {exc}",
-                hint="apply one: kvvault policy apply",
+                f"the policy in the catalog cannot be read ({type(exc).__name__})",
+                hint="restore the catalog, or move catalog.sqlite3* away to start empty",
             ) from exc
         return AppliedPolicy(row.policy_no, policy, row.applied_at, row.actor)
 

@@ -80,6 +80,18 @@ class KeyRing:
         """What stands for a tenant's name in the catalog."""
         return self._lookup.name_id(tenant)
 
+    def seal_policy(self, source: str) -> bytes:
+        """A policy's text for the catalog: it may name tenants. See `LookupKey.seal_policy`."""
+        return self._lookup.seal_policy(source)
+
+    def open_policy(self, sealed: bytes) -> str:
+        """What `seal_policy` made.
+
+        Raises:
+            WrongKeyError, FormatError: it does not open, or another release made it.
+        """
+        return self._lookup.open_policy(sealed)
+
     def create_tenant(self, name: str, epoch: str) -> tuple[TenantRow, TenantKeys]:
         """New keys for a new tenant, under the root epoch that is in force; nothing is remembered
         until `adopt`."""
@@ -226,6 +238,7 @@ class KeyRing:
     def close(self) -> None:
         for tenant_id in list(self._open):
             self.drop(tenant_id)
+        self._lookup.close()
 
 
 def wrapped_tenant(row: TenantRow) -> WrappedTenant:

@@ -187,6 +187,7 @@ class Vault:
                 self._catalog, self._ring = self._open_catalog(descriptor)
                 undo.callback(self._catalog.close)
                 undo.callback(self._ring.close)
+                self._governor = Governor(self._catalog, self._ring)
                 inherited = False
                 if not read_only:
                     self._prune_tombstones()
@@ -194,7 +195,6 @@ class Vault:
                 # Tells others that the catalog is in use: nobody may replace it or forget its dead.
                 in_use = self._fence.hold(_IN_USE)
                 undo.callback(self._fence.let_go, in_use)
-                self._governor = Governor(self._catalog)
                 self._time = VaultTime(
                     clock,
                     self._catalog.read(retention.get_mark),
@@ -216,7 +216,7 @@ class Vault:
                     options,
                 )
                 self._applier = Applier(
-                    self._catalog, self._ring, self._eraser, self._time, self.policy
+                    self._catalog, self._ring, self._eraser, self._time, self._governor
                 )
                 if not read_only:
                     self.recovery = Recovery(
@@ -438,9 +438,7 @@ class Vault:
         first = policy or shipped.load("default")
         now = self._clock.now()
         self._catalog.write(
-            lambda c: retention.add_policy(
-                c, digest=first.digest, source=first.source, now=now, actor="kvvault"
-            )
+            lambda c: self._governor.put_in_force(c, first, now=now, actor="kvvault")
         )
         return any(row.facts.state.live for row in self._catalog.read(operations.list_segments))
 

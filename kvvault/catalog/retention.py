@@ -45,7 +45,7 @@ class PolicyRow:
 
     policy_no: int
     digest: bytes
-    source: str
+    sealed_source: bytes
     applied_at: float
     actor: str
 
@@ -278,12 +278,12 @@ def forget_tenant(
 
 
 def add_policy(
-    connection: Connection, *, digest: bytes, source: str, now: float, actor: str
+    connection: Connection, *, digest: bytes, sealed_source: bytes, now: float, actor: str
 ) -> int:
     """Put a policy in force; its number."""
     result = connection.execute(
         insert(t.policies)
-        .values(digest=digest, source=source, applied_at=now, actor=actor)
+        .values(digest=digest, sealed_source=sealed_source, applied_at=now, actor=actor)
         .returning(t.policies.c.policy_no)
     )
     return int(result.scalar_one())
@@ -300,7 +300,7 @@ def current_policy(connection: Connection) -> PolicyRow | None:
     return PolicyRow(
         int(m["policy_no"]),
         bytes(m["digest"]),
-        str(m["source"]),
+        bytes(m["sealed_source"]),
         float(m["applied_at"]),
         str(m["actor"]),
     )

@@ -86,13 +86,13 @@ policies = Table(
     metadata,
     Column("policy_no", Integer, primary_key=True, autoincrement=True),
     Column("digest", LargeBinary, nullable=False),
-    Column("source", Text, nullable=False),
+    Column("sealed_source", LargeBinary, nullable=False),
     Column("applied_at", Float, nullable=False),
     Column("actor", Text, nullable=False),
     sqlite_autoincrement=True,
 )
-"""Every policy that was ever applied, word for word; the one with the highest number governs.
-`digest` is the SHA-256 of `source`."""
+"""Every policy that was ever applied, word for word, under the vault's policy key; the one with the
+highest number governs. `digest` is the SHA-256 of the text."""
 
 segments = Table(
     "segments",

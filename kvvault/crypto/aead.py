@@ -217,15 +217,15 @@ def unwrap_key(kek: ReadBuffer, wrapped: ReadBuffer, aad: ReadBuffer) -> bytearr
     return _open(kek, wrapped, _LABEL_WRAP, aad)
 
 
-def seal_text(key: ReadBuffer, text: str, aad: ReadBuffer) -> bytes:
+def seal_text(key: ReadBuffer, text: str, aad: ReadBuffer, *, most: int = MAX_TEXT_BYTES) -> bytes:
     """Encrypt a short text: nonce || ciphertext || tag.
 
     The plaintext is a 4-byte length, the UTF-8 text and zeros up to a multiple of 32 bytes.
 
-    :raises ValueError: the text has more than `MAX_TEXT_BYTES` bytes, or the key is not 32 bytes.
+    :raises ValueError: the text has more than ``most`` bytes, or the key is not 32 bytes.
     """
     raw = text.encode("utf-8")
-    if len(raw) > MAX_TEXT_BYTES:
+    if len(raw) > most:
         raise ValueError(f"a text of {len(raw)} bytes is too long to seal")
     padded = len(raw).to_bytes(4, "big") + raw
     padded += bytes(-len(padded) % TEXT_PAD_BYTES)

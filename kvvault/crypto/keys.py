@@ -4,12 +4,14 @@
 
     root key of an epoch      in the key provider
      ├─ lookup key            one per vault: finds a tenant's row by the tenant's name
+     │   └─ policy key        HMAC of a fixed text under it: encrypts policies (may name tenants)
      └─ tenant key            one per tenant, random
          ├─ index key         one per tenant, random: block ids (HMAC)
          ├─ names and labels  encrypted texts of that tenant
          └─ segment secret    one per segment, random: block key and commitment (HKDF)
 
-All keys are random and independent; none is derived from a path, a name or a salt (REQ-C7). So
+But for the policy key all are random and independent; none is derived from a path, a name or a
+salt (REQ-C7). So
 destroying one leaves every other readable, and destroying a tenant key takes the index key, every
 segment and every name of that tenant with it (REQ-K1).
 
@@ -98,6 +100,11 @@ def text_aad(vault_id: bytes, tenant_id: bytes, label: str) -> bytes:
     return _aad(b"text", _id(vault_id), _id(tenant_id), label.encode("utf-8"))
 
 
+_POLICY_AAD: Final = aead.encode_parts(b"kvvault", KEY_FORMAT_VERSION.to_bytes(2, "big"), b"policy")
+_MAX_POLICY_BYTES: Final = 1 << 20
+"""A larger policy file is refused when it is read."""
+
+
 @dataclass(frozen=True, slots=True)
 class WrappedLookup:
     """The vault's lookup key as the catalog holds it."""
@@ -130,15 +137,17 @@ class WrappedSegment:
 
 
 class LookupKey:
-    """Finds a tenant's row by its name, without the catalog holding the name.
+    """What belongs to no tenant: finds a tenant's row by its name, without the catalog holding the
+    name, and encrypts policies, which may name tenants.
 
     Any thread may call it.
     """
 
-    __slots__ = ("_hasher",)
+    __slots__ = ("_hasher", "_policy_key")
 
     def __init__(self, key: ReadBuffer) -> None:
         self._hasher = KeyedHasher(key, b"tenant-name")
+        self._policy_key = bytearray(aead.keyed_id(key, b"policy-key", size=aead.KEY_BYTES))
 
     def __repr__(self) -> str:
         return "<LookupKey>"
@@ -146,6 +155,24 @@ class LookupKey:
     def name_id(self, name: str) -> bytes:
         """16 bytes that stand for the tenant name in the catalog. Names are compared as bytes."""
         return self._hasher.id(name.encode("utf-8"))
+
+    def seal_policy(self, source: str) -> bytes:
+        """Encrypt the text of a policy.
+
+        :raises ValueError: it has more than 1 MiB.
+        """
+        return aead.seal_text(self._policy_key, source, _POLICY_AAD, most=_MAX_POLICY_BYTES)
+
+    def open_policy(self, sealed: bytes) -> str:
+        """Open what `seal_policy` made.
+
+        :raises WrongKeyError: it does not open; also after `close`.
+        """
+        return aead.open_text(self._policy_key, sealed, _POLICY_AAD)
+
+    def close(self) -> None:
+        """Overwrite the policy key. Idempotent."""
+        aead.wipe(self._policy_key)
 
 
 class TenantKeys:

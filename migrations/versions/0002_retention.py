@@ -37,7 +37,7 @@ def upgrade() -> None:
         "policies",
         sa.Column("policy_no", sa.Integer(), autoincrement=True, nullable=False),
         sa.Column("digest", sa.LargeBinary(), nullable=False),
-        sa.Column("source", sa.Text(), nullable=False),
+        sa.Column("sealed_source", sa.LargeBinary(), nullable=False),
         sa.Column("applied_at", sa.Float(), nullable=False),
         sa.Column("actor", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("policy_no", name="pk_policies"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvvault.applying import Change, PolicyDiff, SegmentChange, Sum
 from kvvault.deleting import Trigger
-from kvvault.errors import ClosedError
+from kvvault.errors import CatalogCorruptError, ClosedError
 from kvvault.model import Outcome, SegmentFacts, SegmentState
 from kvvault.policy.document import Policy
 from kvvault.vault import Scope, Vault
@@ -23,6 +23,7 @@ from tests.core.support import (
     assert_hits,
     assert_missing,
     dirty,
+    flip,
     get,
     key,
     keys,
@@ -191,6 +192,35 @@ def test_a_vault_that_is_open_for_reading_shows_and_applies_nothing(timed: Timed
         with pytest.raises(ClosedError):
             vault.apply_policy(policy("persist: false"), actor="test")
         assert_hits(vault, place(vault), keys(4))
+
+
+def test_the_catalog_does_not_tell_whom_a_policy_names(timed: TimedHome) -> None:
+    """Also of a policy that was replaced; and a long one is kept whole."""
+    names = [f"clinic-canary-{n}" for n in range(250)]
+    long = policy(f"match: {{tenant: [{', '.join(names)}]}}, delete_by: 1h", "delete_by: 2h")
+    assert len(long.source) > 4096
+    with timed.create() as vault:
+        vault.apply_policy(long, actor="seen-canary")
+        put(vault, place(vault, names[0]), keys(2))
+    with timed.open() as vault:
+        assert vault.policy() == Policy.parse(long.source, name="the policy in force")
+        assert vault.diff_policy(long).changes[0].rule == "rule-0"
+        vault.apply_policy(policy("delete_by: 3h"), actor="test")
+        everything = b"".join(path.read_bytes() for path in timed.path.rglob("*") if path.is_file())
+    assert b"seen-canary" in everything
+    assert b"clinic-canary" not in everything
+
+
+def test_a_policy_that_was_altered_on_the_disk_is_not_obeyed(timed: TimedHome) -> None:
+    timed.create().close()
+    with timed.sql() as sql:
+        [(sealed,)] = sql.execute("SELECT sealed_source FROM policies").fetchall()
+        sql.execute("UPDATE policies SET sealed_source = ?", (flip(sealed, 100),))
+    with pytest.raises(CatalogCorruptError, match="policy"):
+        timed.open()
+    with timed.sql() as sql:
+        sql.execute("UPDATE policies SET sealed_source = ?", (sealed,))
+    timed.open().close()
 
 
 # -- whatever the policy, whatever is there ------------------------------------------------------

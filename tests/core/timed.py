@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from sqlalchemy import insert, update
 
-from kvvault.catalog import retention
 from kvvault.catalog import schema as t
 from kvvault.options import VaultOptions
 from kvvault.policy.document import Policy
@@ -67,9 +66,7 @@ def report(vault: Vault) -> None:
 def put_in_force(vault: Vault, new: Policy) -> None:
     """Add a policy's row, as another process that applies it does; nothing of old blocks moves."""
     vault._catalog.write(
-        lambda c: retention.add_policy(
-            c, digest=new.digest, source=new.source, now=vault.time.steady(), actor="test"
-        )
+        lambda c: vault._governor.put_in_force(c, new, now=vault.time.steady(), actor="test")
     )
 
 

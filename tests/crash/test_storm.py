@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from kvvault.catalog import retention
 from kvvault.crypto.providers import FileProvider
 from kvvault.policy.document import Policy
 from kvvault.vault import Vault
@@ -160,9 +159,7 @@ def test_above_the_cap_it_does_not_grow(nursery: Nursery, place: Path) -> None:
             assert vault.put(scope, [key_of(n) for n in numbers], blocks).stored == 40
         smaller = policy(8 * MIB, "delete_by: 1h, keep_at_least: 1h")
         vault._catalog.write(
-            lambda c: retention.add_policy(
-                c, digest=smaller.digest, source=smaller.source, now=0.0, actor="test"
-            )
+            lambda c: vault._governor.put_in_force(c, smaller, now=0.0, actor="test")
         )
     segments = path / "segments"
     before = used(str(segments))

@@ -27,6 +27,8 @@ EXIT_CODES = {
     "KeyUnavailableError": 12,
     "KeyDestroyedError": 12,
     "PartialError": 3,
+    "HeldError": 3,
+    "PolicyError": 2,
     "OperationCancelledError": 130,
 }
 
