@@ -203,7 +203,7 @@ def check(catalog: Catalog, provider: KeyProvider, vault_id: bytes) -> KeyCheck:
         try:
             keys.open_lookup(
                 provider, WrappedLookup(rows.root.epoch, rows.root.lookup_key), vault_id
-            )
+            ).close()
             found = _check(rows, rows.root, provider, vault_id)
         except KvvaultError:
             if catalog.read(purging.root) == rows.root:

@@ -104,7 +104,7 @@ def test_ls(place: Place) -> None:
     assert {one["key_no"] for one in after["tenants"]} == {2}
     text = run("keys", "ls", *place.flags)
     assert text.code == 0
-    for part in (*TENANTS, "in force", "last purge: 0 s ago, logical"):
+    for part in (*TENANTS, "in force", "last purge: ", " ago, logical"):
         assert part in text.out
 
 
