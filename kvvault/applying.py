@@ -123,8 +123,7 @@ class Applier:
         """What applying `policy` now would change.
 
         Raises:
-            VaultKeyError: a tenant's name or labels cannot be read now, and the policy asks for
-                them.
+            VaultKeyError: a tenant's name or labels cannot be read now.
             StorageError, CatalogError.
         """
         return self._catalog.read(lambda c: self._diff(c, policy, self._time.steady()))
@@ -134,6 +133,8 @@ class Applier:
 
         Raises: as `diff`, and as `kvvault.deleting.Eraser.execute` once it is in force.
         """
+        # Opens every tenant's keys: within the transaction nobody waits for the key provider.
+        self.diff(policy)
         now = self._time.steady()
 
         def write(connection: Connection) -> PolicyDiff:

@@ -237,11 +237,15 @@ class Eraser:
         if plan.tenant_id is not None:  # only now: had the write failed, the tenant would live on
             self._ring.drop(plan.tenant_id)
         self._finish(done.segment_ids)
+        sizes = {facts.segment_id: facts.block_bytes for facts in plan.segments}
+        copied = [one for one in plan.survivors if one.segment_id in done.segment_ids]
+        kept = sum(len(one.slots) for one in copied)
+        kept_bytes = sum(len(one.slots) * sizes[one.segment_id] for one in copied)
         return DeletionReport(
             plan.trigger,
             len(done.segment_ids),
-            done.blocks - _kept_blocks(plan),
-            done.data_bytes - _kept_bytes(plan),
+            done.blocks - kept,
+            done.data_bytes - kept_bytes,
             done.held + len(plan.held),
             now,
         )
@@ -272,8 +276,8 @@ class Eraser:
         ]
 
     def _finish(self, ids: Sequence[bytes]) -> None:
+        self._view.drop(ids)  # memory only: also when the catalog cannot be read now
         self._view.refresh()
-        self._view.drop(ids)
         self._fence.drain(self._options.lock_timeout_s)
         kept = self._discard(ids)
         self._catalog.write(
@@ -296,14 +300,6 @@ class Eraser:
                 log.error("the file of a deleted segment stays: %s", exc)
                 kept.add(segment_id)
         return kept
-
-
-def _kept_blocks(plan: DeletionPlan) -> int:
-    return sum(len(one.slots) for one in plan.survivors)
-
-
-def _kept_bytes(plan: DeletionPlan) -> int:
-    return sum(facts.data_bytes for facts in plan.segments) - plan.data_bytes
 
 
 def _held(segments: int) -> HeldError:

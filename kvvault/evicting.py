@@ -84,7 +84,7 @@ class Evictor:
         self._evicting: int | None = None
         """The thread that evicts: its own stores must not wait for it."""
         self._rounds = 0
-        self._rest_until = 0.0
+        self._rest_until: dict[tuple[str | None, bytes | None], float] = {}
 
     def make_room(self, shortage: NoSpaceError) -> bool:
         """Free what a store needs; whether trying again makes sense. Never raises."""
@@ -95,7 +95,8 @@ class Evictor:
             if self._rounds != seen:
                 return True  # somebody else has just made some
             now = self._time.steady()
-            if now < self._rest_until:
+            whose = shortage.rule, shortage.tenant_id
+            if now < self._rest_until.get(whose, 0.0):
                 return False
             try:
                 report = self._evict(max(shortage.short, self._least()), shortage, "stores wait")
@@ -103,7 +104,7 @@ class Evictor:
                 log.warning("no room is made: %s", exc)
                 report = EvictionReport()
             if not report.freed_bytes:
-                self._rest_until = now + _REST_S
+                self._rest_until[whose] = now + _REST_S
                 return False
             self._rounds += 1
             return True

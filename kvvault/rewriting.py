@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 _WINDOW_S = 5.0
 """How long a segment of blocks that are written again takes more of them."""
 
+_TOLD = frozenset({Outcome.HIT, Outcome.TAMPERED, Outcome.MISS})
+"""Outcomes after which nothing is to be had by trying again."""
+
 _COPY_BYTES = 32 << 20
 """How much is in memory at once when a segment is copied."""
 
@@ -45,6 +48,8 @@ class Saved:
     blocks: tuple[memoryview, ...]
     uses: tuple[tuple[int, float], ...]
     """How often each was used, and when last."""
+    unreadable: int
+    """Blocks that could not be read now, which says nothing of them."""
 
 
 class Rewriter:
@@ -70,14 +75,21 @@ class Rewriter:
         """Write slots of a live segment to another one. When it returns, whoever looks for these
         blocks finds the copies.
 
+        What does not authenticate or has no bytes is no loss and is left behind.
+
         Raises:
-            StorageError: not all of them could be written; those that were are there twice.
+            StorageError: not all of them could be read or written; those that were are there twice.
+            CatalogError: the catalog cannot be read.
         """
+        self._view.refresh()  # nonces and tags of what others have just committed
         for batch in batches(len(slots), row.facts.block_bytes, _COPY_BYTES):
             wanted = [slots[i] for i in batch]
             saved = self.save(row, wanted)
-            if saved is None:
-                continue
+            if saved is None or saved.unreadable:
+                raise StorageError(
+                    "the blocks that stay cannot be read now",
+                    hint="check the disk and the key provider, then try again",
+                )
             if self.write(row, saved, again=True) < len(saved.block_ids):
                 raise StorageError(
                     "the blocks that stay cannot be written to another segment",
@@ -85,7 +97,7 @@ class Rewriter:
                 )
 
     def save(self, row: SegmentRow, slots: Sequence[int]) -> Saved | None:
-        """Read blocks into memory, as far as they are authentic."""
+        """Read blocks into memory, as far as they are authentic; None when none is known."""
         segment = self._view.segment_by_id(row.facts.segment_id)
         if segment is None:
             return None
@@ -123,6 +135,7 @@ class Rewriter:
                 else (int(known[0][wanted[i]]), float(known[1][wanted[i]]))
                 for i in good
             ),
+            sum(outcome not in _TOLD for outcome in outcomes),
         )
 
     def write(self, row: SegmentRow, saved: Saved, *, again: bool = False) -> int:
@@ -145,7 +158,7 @@ class Rewriter:
             to = _inheriting(row, self._ring.tenant(tenant), namespace, self._time.steady())
             report = self._writer.put(to, saved.block_ids, saved.blocks, ALWAYS, again=again)
         except KvvaultError as exc:
-            log.debug("blocks are not written again: %s", exc)
+            log.warning("blocks are not written again: %s", exc)
             return 0
         for block_id, (times, last) in zip(saved.block_ids, saved.uses, strict=True):
             self._carry_over(block_id, times, last)

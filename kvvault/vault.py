@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -552,9 +552,7 @@ class Vault:
             ValueError: a buffer of another size, or as many keys as buffers there are not.
             ClosedError: the vault is closed or read-only.
         """
-        self._check_open()
-        if self.read_only:
-            raise ClosedError("the vault is open for reading only", hint="open it for writing")
+        self._check_writable()
         views = _flat(scope, keys, buffers, writable=False)
         with suppress(KvvaultError):
             self._view.refresh()  # a policy that another process applied governs this store
@@ -642,7 +640,7 @@ class Vault:
     ) -> DeletionReport:
         """See `kvvault.deleting.Eraser.execute`. What survives of segments that lose single blocks
         is copied first; should that fail, nothing is deleted."""
-        self._check_open()
+        self._check_writable()
         rows = {row.facts.segment_id: row for row in self._rows_of(plan.survivors)}
         for one in plan.survivors:
             if one.segment_id in rows:
@@ -695,7 +693,7 @@ class Vault:
 
         Raises: as `delete_segments`.
         """
-        self._check_open()
+        self._check_writable()
         return self._evictor.relieve()
 
     def has_expired(self) -> bool:
@@ -717,7 +715,7 @@ class Vault:
             VaultLockedError: another process is at it.
             StorageError, CatalogError.
         """
-        self._check_open()
+        self._check_writable()
         with self._exclusively():
             report = Recovery(
                 self._catalog, self._directory, layout.boot_id(), self._checker().count_intact
@@ -763,7 +761,7 @@ class Vault:
             UsageError: the vault has no such thing; `reason` or `actor` is no usable text.
             WrongKeyError, StorageError, CatalogError.
         """
-        self._check_open()
+        self._check_writable()
         now = self._time.steady()
         if tenant is not None and segment_id is None:
             return self._holder.place_on_tenant(tenant, reason=reason, actor=actor, now=now)
@@ -779,7 +777,7 @@ class Vault:
             StorageError, CatalogError, VaultLockedError: also when the hold is cleared, and what it
                 kept could not be destroyed yet (the next expiry does it).
         """
-        self._check_open()
+        self._check_writable()
         self._holder.clear(number, reason=reason, actor=actor, now=self._time.steady())
         return self.expire()
 
@@ -792,7 +790,7 @@ class Vault:
 
     def purge(self) -> PurgeReport:
         """Make everything that was deleted unrecoverable. See `kvvault.purging.Purger.run`."""
-        self._check_open()
+        self._check_writable()
         return Purger(
             layout.catalog_path(self.path),
             self._vault_id,
@@ -840,9 +838,7 @@ class Vault:
 
         Raises: as `kvvault.applying.Applier.apply`; VaultLockedError: somebody else is at it.
         """
-        self._check_open()
-        if self.read_only:
-            raise ClosedError("the vault is open for reading only", hint="open it for writing")
+        self._check_writable()
         with self._fence.exclusive("policy", self.options.lock_timeout_s):
             result = self._applier.apply(policy, actor=actor)
         self._view.refresh()
@@ -875,7 +871,7 @@ class Vault:
         Raises:
             StorageError, CatalogError.
         """
-        self._check_open()
+        self._check_writable()
         ahead, wall = self._time.ahead_s, self._clock.now()
         self._catalog.write(lambda c: retention.raise_mark(c, wall))
         self._time.adopt(wall)
@@ -953,22 +949,28 @@ class Vault:
     def _watch(self) -> None:
         """Follow other processes while nothing else does. A catalog that cannot be read now is read
         the next time; loads notice by themselves."""
+        often = (
+            self._view.refresh,
+            self._view.drop_forgotten_tenants,
+            self._writer.close_windows,
+        )
+        rarely = (self._report, lambda: self._ring.follow(self._catalog))
         next_report = self._clock.monotonic() + _REPORT_S
         while not self._stop.wait(self.options.poll_interval_s):
-            try:
-                self._view.refresh()
-                self._view.drop_forgotten_tenants()
-                self._writer.close_windows()
-                if self._clock.monotonic() >= next_report:
-                    next_report = self._clock.monotonic() + _REPORT_S
-                    if not self.read_only:
-                        self._report()
-                    self._ring.follow(self._catalog)
-            except Exception as exc:  # noqa: BLE001 - a damaged row must not end this thread
-                log.debug("the catalog could not be read: %s", type(exc).__name__)
+            steps: tuple[Callable[[], object], ...] = often
+            if self._clock.monotonic() >= next_report:
+                next_report = self._clock.monotonic() + _REPORT_S
+                steps = often + rarely
+            for step in steps:
+                try:
+                    step()
+                except Exception as exc:  # noqa: BLE001 - neither the thread nor the other steps
+                    log.debug("a look at the catalog failed: %s", type(exc).__name__)
 
     def _report(self) -> None:
         """Tell the catalog what was used and how late it is, follow what it says of the clock."""
+        if self.read_only:
+            return
         self._report_use(wait=False)
         self._time.set_jump(self.policy().vault.clock_jump_s)
         if self._time.suspect:
@@ -999,6 +1001,11 @@ class Vault:
         return Checker(
             self._vault_id, self._catalog, self._directory, self._ring, self.options.batch_bytes
         )
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self.read_only:
+            raise ClosedError("the vault is open for reading only", hint="open it for writing")
 
     def _check_open(self) -> None:
         if self._closed:

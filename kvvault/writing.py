@@ -189,7 +189,9 @@ class Writer:
                     fresh.append(i)
                     ours.add(block_id)
                     self._in_flight.add(block_id)
-        self._view.touch(known, now)  # somebody computed them again: they are in use
+        self._view.touch(
+            known, self._time.steady()
+        )  # somebody computed them again: they are in use
         return fresh, ours
 
     def _put_batch(
@@ -253,7 +255,11 @@ class Writer:
                 return PutReport(refused=len(block_ids) - done)
             finally:
                 self._check_in(segment)
-            if self._options.spare_segments and segment.next_slot * 2 > segment.capacity:
+            if (
+                self._options.spare_segments
+                and isinstance(to.under, Governed)
+                and segment.next_slot * 2 > segment.capacity
+            ):
                 self._want_spares(to)
             commits.append((segment, count, commit))
             done = piece.stop
@@ -301,6 +307,8 @@ class Writer:
         finally:
             with self._lock:
                 growing.waiting -= 1
+                if not growing.waiting:
+                    self._growing.pop(scope, None)
 
     def _want_spares(self, to: Destination) -> None:
         with self._lock:
