@@ -23,6 +23,7 @@
     ├─ CryptoSelfTestError           1  the crypto library gave a wrong known answer
     ├─ ClosedError                   1  used after ``close()``, or after the right to use it ended
     ├─ PartialError                  3  some of the work was done; the message counts both parts
+    ├─ HeldError                     3  a hold protects what was to be deleted
     └─ OperationCancelledError     130  stopped on request
 
 Each class has ``exit_code`` for the command line, each instance has a ``hint``: one line that says
