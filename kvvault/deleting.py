@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -34,6 +34,9 @@ from kvvault.timekeeping import VaultTime
 from kvvault.view import View
 
 log = logging.getLogger(__name__)
+
+HOLDS_LOCK = "holds"
+"""Held while a hold is placed, and while a full disk has files removed before that is written."""
 
 
 class Trigger(StrEnum):
@@ -62,6 +65,15 @@ class Survivors:
 
 
 @dataclass(frozen=True, slots=True)
+class Targets:
+    """Single blocks, wherever they are by the time."""
+
+    tenant_id: bytes
+    namespace_digest: bytes
+    block_ids: frozenset[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class DeletionPlan:
     """What a deletion would do. Nothing has happened yet."""
 
@@ -73,6 +85,8 @@ class DeletionPlan:
     tenant_id: bytes | None = None
     """The tenant that would be forgotten."""
     survivors: tuple[Survivors, ...] = ()
+    targets: Targets | None = None
+    """What single blocks are meant: looked for again when the plan is executed."""
 
     @property
     def blocks(self) -> int:
@@ -99,6 +113,16 @@ class DeletionReport:
     """What would have gone, but for a hold."""
     revoked_at: float
     """When it became unreadable through kvvault."""
+
+    def __add__(self, later: DeletionReport) -> DeletionReport:
+        return DeletionReport(
+            self.trigger,
+            self.segments + later.segments,
+            self.blocks + later.blocks,
+            self.data_bytes + later.data_bytes,
+            max(self.held_segments, later.held_segments),
+            later.revoked_at,
+        )
 
 
 class Eraser:
@@ -156,16 +180,14 @@ class Eraser:
             tenant_id,
         )
 
-    def plan_blocks(
-        self, tenant_id: bytes, namespace_digest: bytes, block_ids: Container[bytes]
-    ) -> DeletionPlan:
-        """Single blocks of a tenant in a namespace, wherever they are; what else is in their
-        segments survives."""
-        where = partial(retention.live_of_tenant, tenant_id=tenant_id)
+    def plan_blocks(self, targets: Targets) -> DeletionPlan:
+        """Single blocks; what else is in their segments survives. `kvvault.rewriting` executes
+        it."""
+        where = partial(retention.live_of_tenant, tenant_id=targets.tenant_id)
         found: list[retention.Candidate] = []
         survivors: list[Survivors] = []
         for one in self._catalog.read(where):
-            if one.facts.namespace_digest != namespace_digest:
+            if one.facts.namespace_digest != targets.namespace_digest:
                 continue
             segment_id = one.facts.segment_id
             extents = self._catalog.read(partial(operations.list_extents, segment_id=segment_id))
@@ -175,7 +197,9 @@ class Eraser:
                 if extent.well_formed
                 for i, block_id in enumerate(block_ids_of(extent))
             }
-            stay = tuple(slot for slot, block_id in ids.items() if block_id not in block_ids)
+            stay = tuple(
+                slot for slot, block_id in ids.items() if block_id not in targets.block_ids
+            )
             if len(stay) < len(ids):
                 found.append(one)
                 if stay and not one.held:
@@ -185,7 +209,18 @@ class Eraser:
             tuple(one.facts for one in found if not one.held),
             tuple(one.facts for one in found if one.held),
             survivors=tuple(survivors),
+            targets=targets,
         )
+
+    def seal(self, segment_ids: Sequence[bytes]) -> None:
+        """Have segments take no more blocks, whoever writes to them."""
+
+        def write(connection: Connection) -> None:
+            for segment_id in segment_ids:
+                operations.seal_segment(connection, segment_id)
+
+        self._catalog.write(write, durable=False)
+        self._view.refresh()
 
     # -- execution --------------------------------------------------------------------------------
 
@@ -220,6 +255,8 @@ class Eraser:
             )
 
         if not ids and plan.tenant_id is None:
+            if plan.trigger is not Trigger.EVICT:
+                self.settle()
             return DeletionReport(plan.trigger, 0, 0, 0, len(plan.held), now)
         if plan.tenant_id is not None and plan.held:
             raise _held(len(plan.held))
@@ -230,7 +267,8 @@ class Eraser:
                 raise
             # A full disk must not keep what is to be erased: it makes the room to write it down.
             # If that fails again, the blocks are gone and the next to open the vault notes it.
-            self._discard(self._still_doomed(plan, now))
+            with self._fence.exclusive(HOLDS_LOCK, self._options.lock_timeout_s):
+                self._discard(self._still_doomed(plan, now))
             done = self._catalog.write(revoke)
         if done.refused:
             raise _held(done.held)
@@ -249,6 +287,17 @@ class Eraser:
             done.held + len(plan.held),
             now,
         )
+
+    def settle(self) -> None:
+        """Wait until no load is under way that began before what is revoked now was. Also for who
+        finds nothing left to delete: somebody else may be in the middle of it.
+
+        Raises:
+            VaultLockedError: a stopped process is in the middle of publishing a load.
+            StorageError, CatalogError.
+        """
+        self._view.refresh()
+        self._fence.drain(self._options.lock_timeout_s)
 
     def _still_doomed(self, plan: DeletionPlan, now: float) -> list[bytes]:
         """What of a plan may be destroyed now: the plan may be older than a hold, or than the use

@@ -12,9 +12,10 @@ lost, which for a cache is a miss.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvvault.catalog import operations, retention
@@ -25,7 +26,7 @@ from kvvault.counters import Counters
 from kvvault.deleting import Eraser, Trigger
 from kvvault.errors import KvvaultError
 from kvvault.governing import Governor
-from kvvault.lifecycle.value import SegmentUse, Victim, choose_victims
+from kvvault.lifecycle.value import SegmentUse, choose_victims
 from kvvault.model import SegmentState
 from kvvault.rewriting import Rewriter
 from kvvault.space import Space
@@ -91,18 +92,37 @@ class Evictor:
         if self._evicting == threading.get_ident():
             return False  # what is written again finds no room: others were faster; it is lost
         seen = self._rounds
-        with self._lock:
+        try:
+            return self._make_room(shortage, seen)
+        except KvvaultError as exc:
+            log.warning("no room is made: %s", exc)
+            return False
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Nobody else evicts or deletes single blocks meanwhile; whether blocks may be written
+        again. Not while this thread copies blocks itself: then what goes is lost."""
+        if self._rewriter.busy:
+            with self._lock:
+                yield False
+        else:
+            with self._rewriter.alone(), self._lock:
+                yield True
+
+    def _make_room(self, shortage: NoSpaceError, seen: int) -> bool:
+        with self._alone() as readmit:
             if self._rounds != seen:
                 return True  # somebody else has just made some
             now = self._time.steady()
             whose = shortage.rule, shortage.tenant_id
             if now < self._rest_until.get(whose, 0.0):
                 return False
+            report = EvictionReport()
             try:
-                report = self._evict(max(shortage.short, self._least()), shortage, "stores wait")
+                nbytes = max(shortage.short, self._least())
+                report = self._evict(nbytes, shortage, "stores wait", readmit)
             except KvvaultError as exc:
                 log.warning("no room is made: %s", exc)
-                report = EvictionReport()
             if not report.freed_bytes:
                 self._rest_until[whose] = now + _REST_S
                 return False
@@ -116,7 +136,7 @@ class Evictor:
         Raises:
             StorageError, CatalogError: as deletions.
         """
-        with self._lock:
+        with self._alone() as readmit:
             around = self._space.around()
             limits = self._space.limits(around)
             _, policy = self._governor.current()
@@ -129,7 +149,7 @@ class Evictor:
             short = limits.free_floor_bytes + usage.pending - around.free_bytes
             if max(above, short) <= 0:
                 return EvictionReport()
-            report = self._evict(max(above, short), None, "watermark")
+            report = self._evict(max(above, short), None, "watermark", readmit)
             self._rounds += 1
             return report
 
@@ -137,16 +157,18 @@ class Evictor:
         around = self._space.around()
         return int(_LEAST_SHARE * (self._space.limits(around).cap_bytes or 0))
 
-    def _evict(self, nbytes: int, shortage: NoSpaceError | None, reason: str) -> EvictionReport:
+    def _evict(
+        self, nbytes: int, shortage: NoSpaceError | None, reason: str, readmit: bool
+    ) -> EvictionReport:
         """Caller holds the lock."""
         self._evicting = threading.get_ident()
         try:
-            return self._evict_chosen(nbytes, shortage, reason)
+            return self._evict_chosen(nbytes, shortage, reason, readmit)
         finally:
             self._evicting = None
 
     def _evict_chosen(
-        self, nbytes: int, shortage: NoSpaceError | None, reason: str
+        self, nbytes: int, shortage: NoSpaceError | None, reason: str, readmit: bool
     ) -> EvictionReport:
         now = self._time.steady()
         rows = {
@@ -164,7 +186,8 @@ class Evictor:
         chosen = choose_victims(self._uses(list(rows.values()), held, now), nbytes, now)
         report = EvictionReport(missing_bytes=chosen.missing_bytes)
         for victim in chosen.victims:
-            report = self._evict_one(rows[victim.segment_id], victim, reason, report)
+            slots = victim.readmit if readmit else ()
+            report = self._evict_one(rows[victim.segment_id], slots, reason, report)
         self._counters.add(
             evicted_segments=report.segments,
             evicted_bytes=report.freed_bytes,
@@ -211,11 +234,11 @@ class Evictor:
         return uses
 
     def _evict_one(
-        self, row: SegmentRow, victim: Victim, reason: str, report: EvictionReport
+        self, row: SegmentRow, readmit: Sequence[int], reason: str, report: EvictionReport
     ) -> EvictionReport:
         most = max(1, _READMIT_BYTES // row.facts.block_bytes)
-        saved = self._rewriter.save(row, victim.readmit[:most]) if victim.readmit else None
-        plan = self._eraser.plan_segments([victim.segment_id], Trigger.EVICT)
+        saved = self._rewriter.save(row, readmit[:most]) if readmit else None
+        plan = self._eraser.plan_segments([row.facts.segment_id], Trigger.EVICT)
         done = self._eraser.execute(plan, actor="kvvault", reason=reason)
         again = 0
         if done.segments and saved is not None:

@@ -199,6 +199,8 @@ def find_tenant(catalog: Catalog, ring: KeyRing, name: str) -> TenantRow | None:
         WrongKeyError: the catalog was altered: it leads from this name to another tenant.
         StorageError, CatalogError.
     """
+    if not name.isprintable():
+        return None  # none can have such a name
     name_id = ring.name_id(name)
     row = catalog.read(lambda c: operations.find_tenant(c, name_id))
     if row is None:

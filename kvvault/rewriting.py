@@ -8,8 +8,10 @@ and it counts as used as often and as lately as it was.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,11 +19,13 @@ from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import SegmentRow, Terms
 from kvvault.crypto.keys import TenantKeys
+from kvvault.deleting import DeletionReport, Eraser, Targets
 from kvvault.errors import KvvaultError, StorageError
 from kvvault.governing import Inherited
 from kvvault.keyring import KeyRing
 from kvvault.model import Namespace, Outcome
 from kvvault.reading import ALWAYS, Reader
+from kvvault.segments.fence import Fence
 from kvvault.segments.io import AlignedBuffer
 from kvvault.segments.store import Wanted, batches, block_ids_of
 from kvvault.timekeeping import VaultTime
@@ -32,6 +36,9 @@ log = logging.getLogger(__name__)
 
 _WINDOW_S = 5.0
 """How long a segment of blocks that are written again takes more of them."""
+
+_ROUNDS = 5
+"""How often a deletion of single blocks looks whether they were stored again meanwhile."""
 
 _TOLD = frozenset({Outcome.HIT, Outcome.TAMPERED, Outcome.MISS})
 """Outcomes after which nothing is to be had by trying again."""
@@ -63,15 +70,65 @@ class Rewriter:
         reader: Reader,
         writer: Writer,
         time: VaultTime,
+        fence: Fence,
+        timeout_s: float,
     ) -> None:
         self._catalog = catalog
         self._view = view
         self._ring = ring
         self._reader = reader
         self._writer = writer
+        self._fence = fence
+        self._timeout_s = timeout_s
+        self._local = threading.local()
         self._time = time
 
-    def copy(self, row: SegmentRow, slots: Sequence[int]) -> None:
+    @property
+    def busy(self) -> bool:
+        """Whether this thread is writing blocks again: it must not evict to do so."""
+        return getattr(self._local, "busy", False)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else, in any process, writes blocks again meanwhile: what one deletes another
+        could bring back.
+
+        Raises:
+            VaultLockedError: somebody does, for too long.
+        """
+        with self._fence.exclusive("rewrite", self._timeout_s):
+            self._local.busy = True
+            try:
+                yield
+            finally:
+                self._local.busy = False
+
+    def delete(
+        self, eraser: Eraser, targets: Targets, *, actor: str, reason: str
+    ) -> DeletionReport:
+        """Delete single blocks wherever they are now. When it returns, none of them that no hold
+        keeps is served by any process; should the others not be copied, nothing is deleted.
+
+        Raises:
+            StorageError, CatalogError, VaultLockedError.
+        """
+        report: DeletionReport | None = None
+        with self.alone():
+            for _ in range(_ROUNDS):
+                # No more blocks come to these segments: those that stay are known from here on.
+                plan = eraser.plan_blocks(targets)
+                eraser.seal([facts.segment_id for facts in plan.segments])
+                plan = eraser.plan_blocks(targets)
+                for one in plan.survivors:
+                    self.copy(one.segment_id, one.slots)
+                done = eraser.execute(plan, actor=actor, reason=reason)
+                report = done if report is None else report + done
+                if not plan.segments:
+                    break
+        assert report is not None  # noqa: S101 - there is at least one round
+        return report
+
+    def copy(self, segment_id: bytes, slots: Sequence[int]) -> None:
         """Write slots of a live segment to another one. When it returns, whoever looks for these
         blocks finds the copies.
 
@@ -82,6 +139,9 @@ class Rewriter:
             CatalogError: the catalog cannot be read.
         """
         self._view.refresh()  # nonces and tags of what others have just committed
+        row = self._catalog.read(partial(operations.get_segment, segment_id=segment_id))
+        if row is None or not row.facts.state.live:
+            return
         for batch in batches(len(slots), row.facts.block_bytes, _COPY_BYTES):
             wanted = [slots[i] for i in batch]
             saved = self.save(row, wanted)

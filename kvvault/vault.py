@@ -23,13 +23,13 @@ from kvvault import inventory, keylooking, layout
 from kvvault.applying import Applier, PolicyDiff
 from kvvault.catalog import operations, purging, retention
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import SegmentRow, TenantRow
+from kvvault.catalog.operations import TenantRow
 from kvvault.checking import Checker
 from kvvault.counters import Counters
 from kvvault.crypto.keys import TenantKeys
 from kvvault.crypto.providers import open_provider
 from kvvault.crypto.providers.base import KeyProvider, ProviderInfo
-from kvvault.deleting import DeletionPlan, DeletionReport, Eraser, Survivors
+from kvvault.deleting import HOLDS_LOCK, DeletionPlan, DeletionReport, Eraser, Targets
 from kvvault.errors import (
     CatalogCorruptError,
     ClosedError,
@@ -78,6 +78,7 @@ from kvvault.writing import Destination, Writer
 log = logging.getLogger(__name__)
 
 _MAX_TENANT_NAME = 256
+_MAX_LABELS = 2048
 
 _IN_USE = "in-use"
 """Lock that every open vault holds, shared."""
@@ -242,7 +243,14 @@ class Vault:
                 space,
             )
             self._rewriter = Rewriter(
-                self._catalog, self._view, self._ring, self._reader, self._writer, self._time
+                self._catalog,
+                self._view,
+                self._ring,
+                self._reader,
+                self._writer,
+                self._time,
+                self._fence,
+                options.lock_timeout_s,
             )
             self._evictor = Evictor(
                 self._catalog,
@@ -476,6 +484,12 @@ class Vault:
                 "that is not a usable tenant name",
                 hint=f"use 1 to {_MAX_TENANT_NAME} printable characters",
             )
+        texts = [text for pair in (labels or {}).items() for text in pair]
+        if sum(map(len, texts)) > _MAX_LABELS or not all(text.isprintable() for text in texts):
+            raise UsageError(
+                "those are not usable labels",
+                hint=f"use printable text, {_MAX_LABELS} characters in all",
+            )
         if namespace.block_bytes > MAX_BLOCK_BYTES:
             raise UsageError(
                 "blocks of that size are not supported", hint=f"at most {MAX_BLOCK_BYTES} bytes"
@@ -623,6 +637,8 @@ class Vault:
             WrongKeyError: the catalog was altered: it leads from this name to another tenant.
         """
         self._check_open()
+        if not tenant.isprintable():
+            return None  # none can have such a name
         name_id = self._ring.name_id(tenant)
         row = self._catalog.read(lambda c: operations.find_tenant(c, name_id))
         if row is None:
@@ -638,21 +654,12 @@ class Vault:
     def execute(
         self, plan: DeletionPlan, *, actor: str = "kvvault", reason: str = ""
     ) -> DeletionReport:
-        """See `kvvault.deleting.Eraser.execute`. What survives of segments that lose single blocks
-        is copied first; should that fail, nothing is deleted."""
+        """See `kvvault.deleting.Eraser.execute` and, for single blocks,
+        `kvvault.rewriting.Rewriter.delete`."""
         self._check_writable()
-        rows = {row.facts.segment_id: row for row in self._rows_of(plan.survivors)}
-        for one in plan.survivors:
-            if one.segment_id in rows:
-                self._rewriter.copy(rows[one.segment_id], one.slots)
+        if plan.targets is not None:
+            return self._rewriter.delete(self._eraser, plan.targets, actor=actor, reason=reason)
         return self._eraser.execute(plan, actor=actor, reason=reason)
-
-    def _rows_of(self, survivors: Sequence[Survivors]) -> list[SegmentRow]:
-        if not survivors:
-            return []
-        wanted = {one.segment_id for one in survivors}
-        rows = self._catalog.read(operations.list_segments)
-        return [row for row in rows if row.facts.segment_id in wanted and row.facts.state.live]
 
     def plan_blocks(self, scope: Scope, keys: Sequence[bytes]) -> DeletionPlan:
         """What deleting single blocks would do: their segments go, and what else is in these is
@@ -663,7 +670,8 @@ class Vault:
         """
         self._check_open()
         ids = frozenset(scope.block_id(key) for key in keys)
-        return self._eraser.plan_blocks(scope.tenant_id, scope.namespace.digest, ids)
+        targets = Targets(scope.tenant_id, scope.namespace.digest, ids)
+        return self._eraser.plan_blocks(targets)
 
     def delete_segments(self, segment_ids: Sequence[bytes]) -> int:
         """Destroy segments, but for those that a hold keeps; returns how many went. When it
@@ -679,7 +687,10 @@ class Vault:
         Raises: as `delete_segments`, and HeldError, WrongKeyError.
         """
         plan = self.plan_tenant(tenant)
-        return 0 if plan is None else self.execute(plan).segments
+        if plan is None:
+            self._eraser.settle()
+            return 0
+        return self.execute(plan).segments
 
     def expire(self) -> DeletionReport:
         """Destroy what is past its deadline.
@@ -763,10 +774,13 @@ class Vault:
         """
         self._check_writable()
         now = self._time.steady()
-        if tenant is not None and segment_id is None:
-            return self._holder.place_on_tenant(tenant, reason=reason, actor=actor, now=now)
-        if segment_id is not None and tenant is None:
-            return self._holder.place_on_segment(segment_id, reason=reason, actor=actor, now=now)
+        with self._fence.exclusive(HOLDS_LOCK, self.options.lock_timeout_s):
+            if tenant is not None and segment_id is None:
+                return self._holder.place_on_tenant(tenant, reason=reason, actor=actor, now=now)
+            if segment_id is not None and tenant is None:
+                return self._holder.place_on_segment(
+                    segment_id, reason=reason, actor=actor, now=now
+                )
         raise ValueError("a hold is on a tenant or on a segment")
 
     def clear_hold(self, number: int, *, reason: str, actor: str) -> DeletionReport:

@@ -28,6 +28,8 @@ from kvvault.model import SegmentFacts
 
 _TIME_MARK = "time_mark_ms"
 _NEVER = 1e300
+_MOST = (1 << 63) - 1
+"""The largest number SQLite keeps as such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +245,9 @@ def revoke(
                 actor=actor,
                 reason=reason,
                 segments=len(ids),
-                blocks=blocks,
-                data_bytes=data_bytes,
+                blocks=min(blocks, _MOST),
+                # What a damaged row claims must not keep the others from going.
+                data_bytes=min(data_bytes, _MOST),
                 revoked_at=now,
             )
         )

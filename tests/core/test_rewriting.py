@@ -3,6 +3,10 @@ were."""
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+from typing import Any
+
 import pytest
 
 from kvvault.errors import KvvaultError, StorageError
@@ -72,6 +76,72 @@ def test_when_the_rest_cannot_be_written_nothing_goes(
     vault.execute(plan)
     assert_missing(vault, scope, keys(1))
     assert_hits(vault, scope, keys(4)[1:])
+
+
+def test_deletions_that_share_a_segment_bring_nothing_back(vault: Vault, scope: Scope) -> None:
+    put(vault, scope, keys(4))
+    plans = [vault.plan_blocks(scope, [one]) for one in keys(3)]
+    reports = [vault.execute(plan) for plan in plans]
+    assert [report.blocks for report in reports] == [1, 1, 1]
+    assert_missing(vault, scope, keys(3))
+    assert_hits(vault, scope, keys(4)[3:])
+
+
+def test_from_two_processes_at_once(home: Home) -> None:
+    with home.create() as one, home.open() as two:
+        handles = [(v, v.scope("alice", namespace())) for v in (one, two)]
+        put(one, handles[0][1], keys(8))
+        threads = [
+            threading.Thread(
+                target=lambda v=v, s=s, n=n: [
+                    v.execute(v.plan_blocks(s, [key])) for key in keys(3, 3 * n)
+                ]
+            )
+            for n, (v, s) in enumerate(handles)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        for v, s in handles:
+            assert_missing(v, s, keys(6))
+            assert_hits(v, s, keys(2, 6))
+
+
+def test_what_another_process_has_just_stored_is_not_lost(home: Home) -> None:
+    slow = dataclasses.replace(home.options, poll_interval_s=60.0)
+    with home.create() as one, home.open(options=slow) as two:
+        there = two.scope("alice", namespace())
+        for n in range(5):
+            mine = keys(4, 10 * n)
+            put(one, one.scope("alice", namespace()), mine)
+            assert two.execute(two.plan_blocks(there, mine[:1])).blocks == 1
+            assert_missing(two, there, mine[:1])
+            assert_hits(two, there, mine[1:])
+
+
+def test_blocks_that_come_between_plan_and_deletion_stay(vault: Vault, scope: Scope) -> None:
+    put(vault, scope, keys(2))
+    plan = vault.plan_blocks(scope, keys(1))
+    put(vault, scope, keys(1, 2))
+    assert vault.execute(plan).blocks == 1
+    assert_missing(vault, scope, keys(1))
+    assert_hits(vault, scope, keys(2, 1))
+
+
+def test_when_the_rest_cannot_be_read_nothing_goes(
+    vault: Vault, scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(vault, scope, keys(4))
+
+    def failing(*args: Any) -> list[StorageError]:
+        return [StorageError("the disk says no", hint="a test")] * len(args[2])
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvvault.reading.read_ciphertext", failing)
+        with pytest.raises(StorageError):
+            vault.execute(vault.plan_blocks(scope, keys(1)))
+    assert_hits(vault, scope, keys(4))
 
 
 def test_all_of_a_segment_needs_no_copy(vault: Vault, scope: Scope) -> None:

@@ -6,12 +6,15 @@ import dataclasses
 import os
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from kvvault.errors import (
     StorageError,
+    UsageError,
     VaultLockedError,
 )
 from kvvault.model import Outcome, PutReport, SegmentState
@@ -355,3 +358,47 @@ class TestSeveralHandles:
                 owner = f"tenant {number}"
                 assert_hits(one, one.scope(owner, namespace()), keys(39), owner)
             assert one.verify().ok
+
+
+def test_whoever_finds_nothing_left_to_delete_waits_for_loads_all_the_same(
+    vault: Vault, scope: Scope
+) -> None:
+    """Somebody else may be in the middle of the same deletion."""
+    put(vault, scope, keys(4))
+    segment = vault.segments()[0].segment_id
+    assert vault.delete_segments([segment]) == 1
+    again: list[Callable[[], object]] = [
+        lambda: vault.delete_segments([segment]),
+        lambda: vault.forget("nobody"),
+        vault.expire,
+    ]
+    for deletion in again:
+        with ThreadPoolExecutor(1) as thread:
+            with vault._fence.shared():
+                done = thread.submit(deletion)
+                time.sleep(0.2)
+                assert not done.done()
+            done.result(60)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\nb"])
+def test_names_that_none_can_have(vault: Vault, name: str) -> None:
+    assert vault.forget(name) == 0
+    with pytest.raises(UsageError):
+        vault.place_hold(tenant=name, reason="a test", actor="tests")
+    with pytest.raises(UsageError):
+        vault.scope("alice", namespace(), labels={"matter": name})
+
+
+def test_one_row_that_claims_absurd_space_keeps_no_other_from_going(home: Home) -> None:
+    with home.create() as vault:
+        for tenant in ("alice", "bob"):
+            put(vault, vault.scope(tenant, namespace()), keys(4), tenant)
+    with home.sql() as connection:
+        connection.execute(
+            "UPDATE segments SET block_bytes = ? WHERE rowid = (SELECT min(rowid) FROM segments)",
+            (2**62,),
+        )
+    with home.open() as vault:
+        live = [facts.segment_id for facts in vault.segments() if facts.state.live]
+        assert vault.delete_segments(live) == len(live)
