@@ -41,12 +41,18 @@ _EXPIRE_POLL_S: Final = 0.25
 
 
 def jobs_of(vault: Vault) -> tuple[Job, ...]:
-    """The jobs of a vault, with their intervals. Intervals that the policy names are those of the
-    policy in force now."""
+    """The jobs of a vault, with their intervals. A purge runs sooner when a policy that was applied
+    since asks for it."""
     return (
         Job("expire", _MINUTE_S, _expire(vault), due=vault.has_expired, poll_s=_EXPIRE_POLL_S),
         Job("evict", _MINUTE_S, _evict(vault)),
-        Job("purge", vault.policy().vault.purge_interval_s, _purge(vault)),
+        Job(
+            "purge",
+            vault.policy().vault.purge_interval_s,
+            _purge(vault),
+            due=vault.purge_is_due,
+            poll_s=_MINUTE_S,
+        ),
         sampling_scrub_job(vault.segments, _check(vault)),
         Job("reconcile", 10 * _MINUTE_S, _reconcile(vault)),
         checkpoint_job(vault.catalog.empty_log),

@@ -85,6 +85,10 @@ _IN_USE = "in-use"
 
 _MAX_TOMBSTONES = 10_000
 
+_PURGE_AT = 0.9
+"""A purge is due at this share of the policy's interval: it takes a while, and may have to be
+repeated."""
+
 _REPORT_S = 1.0
 """How often use is reported; sliding deadlines move that late."""
 
@@ -817,6 +821,16 @@ class Vault:
             self._clock,
             self.options,
         ).run()
+
+    def purge_is_due(self) -> bool:
+        """Whether a deletion has waited for a purge for nearly as long as the policy allows.
+
+        Raises:
+            StorageError, CatalogError.
+        """
+        _, since = self._catalog.read(purging.waiting)
+        limit = _PURGE_AT * self.policy().vault.purge_interval_s
+        return since is not None and self._time.steady() - since >= limit
 
     def keys(self) -> KeysReport:
         """The vault's keys: what each opens, how old it is, and whether a purge is overdue.

@@ -124,20 +124,21 @@ class Catalog:
                 hint="open the vault again",
             )
 
-    def empty_log(self) -> None:
+    def empty_log(self) -> bool:
         """Have SQLite move its write-ahead log into the database and empty it, so that no copy of a
-        deleted row stays in it. A log that cannot be emptied now is emptied later, by the next to
-        try: at the latest when the vault is closed or opened."""
+        deleted row stays in it; whether it is empty. A log that cannot be emptied now is emptied
+        later, by the next to try: at the latest when the vault is closed or opened."""
         if self._write_engine is None:
-            return
+            return False
         try:
             with (
                 translated_errors("empty the catalog's log"),
                 self._write_engine.connect() as connection,
             ):
-                pragma(connection, "wal_checkpoint(TRUNCATE)")
+                return not pragma(connection, "wal_checkpoint(TRUNCATE)")
         except KvvaultError as exc:
             log.warning("the catalog's log is not emptied yet: %s", exc)
+            return False
 
     def close(self) -> None:
         """Commit what is queued, empty the WAL when nobody else uses it, close. Idempotent.

@@ -16,6 +16,7 @@ from kvvault.errors import (
     KvvaultError,
     OperationCancelledError,
     PartialError,
+    VaultLockedError,
 )
 from kvvault.model import Clock, SegmentFacts, VerifyReport
 
@@ -168,14 +169,21 @@ def _judge(report: VerifyReport) -> str:
 # -- checkpoint ----------------------------------------------------------------------------------
 
 
-def checkpoint_job(empty_log: Callable[[], None], interval_s: float = _HOUR_S) -> Job:
+def checkpoint_job(empty_log: Callable[[], bool], interval_s: float = _HOUR_S) -> Job:
     """Have the catalog's write-ahead log emptied, so that deleted rows do not stay in it.
 
-    :param empty_log: `Catalog.empty_log`; it says by itself when it must be tried again.
+    :param empty_log: `Catalog.empty_log`.
     """
 
     def run(context: JobContext) -> str:
-        empty_log()
+        """
+        Raises:
+            VaultLockedError: it was not.
+        """
+        if not empty_log():
+            raise VaultLockedError(
+                "the catalog's log is in use and was not emptied", hint="it is tried again"
+            )
         return "log emptied"
 
     return Job("checkpoint", interval_s, run)

@@ -388,12 +388,15 @@ class TestTrouble:
             put(vault, vault.scope("alice", namespace()), keys(4, 10))
             vault.delete_segments(live(vault)[-1:])
             assert vault.keys().waiting >= 1
+            assert not vault.purge_is_due()
             clock.advance(interval - 1)
+            assert vault.purge_is_due()
             assert not vault.keys().overdue
             clock.advance(2)
             assert vault.keys().overdue
             vault.purge()
             assert not vault.keys().overdue
+            assert not vault.purge_is_due()
             assert vault.keys().last_purge is not None
 
     def test_req_k6_a_log_in_use_holds_up_the_end_and_not_the_destruction(

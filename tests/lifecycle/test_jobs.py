@@ -310,13 +310,15 @@ def test_checkpoint_empties_the_log(bench: Bench, catalog: Catalog) -> None:
     assert log.stat().st_size > 0
     sizes: list[int] = []
 
-    def empty() -> None:
-        catalog.empty_log()
+    def empty() -> bool:
+        emptied = catalog.empty_log()
         sizes.append(log.stat().st_size)
+        return emptied
 
     report = bench.run(checkpoint_job(empty).run, "checkpoint")
     assert report.outcome == "ok"
     assert sizes == [0]
+    assert bench.run(checkpoint_job(lambda: False).run, "checkpoint").outcome == "failed"
 
 
 def test_an_error_of_the_catalog_is_a_failure_like_any_other(bench: Bench) -> None:
