@@ -335,18 +335,23 @@ class Writer:
         made: list[OpenSegment] = []
         try:
             made = self._new_segments(wanted, self._options.spare_segments)
+            self._view.refresh()
         except KvvaultError as exc:
             log.debug("no segments are made in advance: %s", exc)
         with self._lock:
             self._spares_coming.discard(wanted.key)
             # At the old end: what is in use already comes first, and these are sealed first when
             # too many are open.
+            # One that somebody has deleted meanwhile is not taken in: of its death `segment_died`
+            # told before it was here.
+            dead = [s for s in made if self._view.segment_by_id(s.place.segment_id) is None]
             for segment in made:
-                self._idle[segment.place.segment_id] = segment
-                self._idle.move_to_end(segment.place.segment_id, last=False)
+                if segment not in dead:
+                    self._idle[segment.place.segment_id] = segment
+                    self._idle.move_to_end(segment.place.segment_id, last=False)
             closed = self._closed
-            finished = list(self._idle.values()) if closed else []
-            while len(self._idle) - len(finished) > self._options.max_open_segments:
+            finished = [*dead, *self._idle.values()] if closed else dead
+            while not closed and len(self._idle) > self._options.max_open_segments:
                 finished.append(self._idle.popitem(last=False)[1])
             if closed:
                 self._idle.clear()

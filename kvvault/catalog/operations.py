@@ -139,7 +139,7 @@ def get_meta(connection: Connection, name: str) -> bytes | None:
     try:
         return None if row is None else _blob(row[0])
     except TypeError as exc:
-        raise _corrupt("a value") from exc
+        raise corrupt("a value") from exc
 
 
 def next_change(connection: Connection) -> int:
@@ -213,7 +213,7 @@ def _tenant(row: Row[tuple[object, ...]]) -> TenantRow:
             int(m["key_no"]),
         )
     except (TypeError, ValueError) as exc:
-        raise _corrupt("a tenant") from exc
+        raise corrupt("a tenant") from exc
 
 
 def add_namespace(connection: Connection, namespace: Namespace, now: float) -> None:
@@ -250,9 +250,9 @@ def list_namespaces(connection: Connection) -> list[NamespaceFacts]:
         try:
             namespace = Namespace.of(int(m["block_bytes"]), json.loads(m["facts"]))
         except (ValueError, AttributeError, TypeError) as exc:
-            raise _corrupt("a namespace") from exc
+            raise corrupt("a namespace") from exc
         if namespace.digest != _blob(m["digest"]):
-            raise _corrupt("a namespace")
+            raise corrupt("a namespace")
         count, blocks, data = usage.get(namespace.digest, (0, 0, 0))
         result.append(NamespaceFacts(namespace, float(m["created_at"]), count, blocks, data))
     return result
@@ -525,7 +525,7 @@ def _segment(m: Mapping[str, Any] | RowMapping) -> SegmentRow:
             sealed_labels=None if m["sealed_labels"] is None else _blob(m["sealed_labels"]),
         )
     except (TypeError, ValueError, OverflowError) as exc:
-        raise _corrupt("a segment") from exc
+        raise corrupt("a segment") from exc
 
 
 def chunks(ids: Iterable[bytes]) -> Iterable[list[bytes]]:
@@ -561,7 +561,19 @@ def _optional_time(value: object) -> float | None:
     return number
 
 
-def _corrupt(what: str) -> CatalogCorruptError:
+def blob(value: object, what: str) -> bytes:
+    """A column's bytes.
+
+    Raises:
+        CatalogCorruptError: it holds something else; `what` it is a part of.
+    """
+    if not isinstance(value, bytes):
+        raise corrupt(what)
+    return value
+
+
+def corrupt(what: str) -> CatalogCorruptError:
+    """What to raise for a row that cannot be what it says."""
     return CatalogCorruptError(
         f"{what} in the catalog cannot be what its row says",
         hint="move catalog.sqlite3* away; the vault then starts empty",

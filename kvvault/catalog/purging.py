@@ -170,7 +170,10 @@ def live_wraps(connection: Connection, tenant_id: bytes) -> list[Wraps]:
     s = t.segments.c
     return [
         Wraps(
-            bytes(row[0]), bytes(row[1]), bytes(row[2]), None if row[3] is None else bytes(row[3])
+            operations.blob(row[0], "a segment"),
+            operations.blob(row[1], "a segment"),
+            operations.blob(row[2], "a segment"),
+            None if row[3] is None else operations.blob(row[3], "a segment"),
         )
         for row in connection.execute(
             select(s.segment_id, s.namespace, s.wrapped_secret, s.sealed_labels).where(

@@ -71,7 +71,10 @@ def get_mark(connection: Connection) -> float | None:
     row = connection.execute(
         select(t.counters.c.value).where(t.counters.c.name == _TIME_MARK)
     ).first()
-    return None if row is None else int(row[0]) / 1000
+    if row is None:
+        return None
+    # A mark that nobody can have made is none; else the clock would look suspect for ever.
+    return float(row[0]) / 1000 if isinstance(row[0], int) and row[0] > 0 else None
 
 
 # -- use and deadlines ---------------------------------------------------------------------------
@@ -141,7 +144,7 @@ def held_segments(connection: Connection) -> set[bytes]:
     """Ids of the live segments that a hold protects."""
     s = t.segments.c
     rows = connection.execute(select(s.segment_id).where(s.state.in_(LIVE), held()))
-    return {bytes(row[0]) for row in rows}
+    return {operations.blob(row[0], "a segment") for row in rows}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,7 @@ class Candidate:
 def _candidates(connection: Connection, where: ColumnElement[bool]) -> list[Candidate]:
     rows = operations.list_segments(connection, where)
     kept = {
-        bytes(row[0])
+        operations.blob(row[0], "a segment")
         for row in connection.execute(select(t.segments.c.segment_id).where(where, held()))
     }
     return [Candidate(row.facts, row.facts.segment_id in kept) for row in rows]
@@ -234,7 +237,7 @@ def revoke(
                 select(func.count()).select_from(t.segments).where(where, held())
             ).scalar_one()
         )
-        ids += [bytes(row[0]) for row in free]
+        ids += [operations.blob(row[0], "a segment") for row in free]
         blocks += sum(int(row[1]) for row in free)
         data_bytes += sum(int(row[1]) * int(row[2]) for row in free)
     if ids:
@@ -300,11 +303,15 @@ def current_policy(connection: Connection) -> PolicyRow | None:
     if row is None:
         return None
     m = row._mapping
+    try:
+        applied_at = float(m["applied_at"])
+    except (TypeError, ValueError) as exc:
+        raise operations.corrupt("a policy") from exc
     return PolicyRow(
         int(m["policy_no"]),
-        bytes(m["digest"]),
-        bytes(m["sealed_source"]),
-        float(m["applied_at"]),
+        operations.blob(m["digest"], "a policy"),
+        operations.blob(m["sealed_source"], "a policy"),
+        applied_at,
         str(m["actor"]),
     )
 

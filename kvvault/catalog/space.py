@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, case, func, select, update
 
 from kvvault.catalog import schema as t
-from kvvault.catalog.operations import LIVE, SegmentGoneError
+from kvvault.catalog.operations import LIVE, SegmentGoneError, blob
 from kvvault.catalog.writer import LOG_BYTES
 from kvvault.errors import StorageError
 from kvvault.model import SegmentState
@@ -155,7 +155,7 @@ def grant(
     if short > 0:
         raise NoSpaceError("the file system's free-space floor is reached", short)
     if max_bytes is not None:
-        rule, tenant_id = str(row[2]), bytes(row[3])
+        rule, tenant_id = str(row[2]), blob(row[3], "a segment")
         short = usage(connection, rule=rule, tenant_id=tenant_id).used + more - max_bytes
         if short > 0:
             raise NoSpaceError(

@@ -35,7 +35,7 @@ _BYTES: Final[dict[str, int]] = {
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", 1)},
 }
 
-_NUMBER: Final = r"[0-9]{1,18}(?:\.[0-9]{1,6})?"
+_NUMBER: Final = r"[0-9]{1,19}(?:\.[0-9]{1,6})?"
 DURATION_PATTERN: Final = rf"^{_NUMBER} ?[smhdw]$"
 SIZE_PATTERN: Final = rf"^{_NUMBER} ?(?:B|[KMGTP]i?B)?$"
 SHARE_PATTERN: Final = r"^[0-9]{1,3}(?:\.[0-9]{1,6})?%$"

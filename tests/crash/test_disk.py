@@ -20,6 +20,7 @@ import pytest
 from kvvault.crypto.providers import FileProvider
 from kvvault.errors import KvvaultError, StorageError, UnsafeFileError
 from kvvault.model import Outcome
+from kvvault.policy.document import Policy
 from kvvault.vault import Vault
 from tests.crash.blocks import (
     NAMESPACES,
@@ -42,6 +43,22 @@ MAY_MOUNT = (
     and subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode
     == 0
 )
+
+TO_THE_LAST_PAGE = Policy.parse(
+    """
+kvvault: 1
+name: all
+description: Nothing is kept free.
+vault: {cap: 100%, free_floor: 1KiB}
+rules:
+  - name: all
+    delete_by: 24h
+    keep_at_least: 12h
+    owner: tests
+    justification: A disk that is really full.
+"""
+)
+"""And nothing is evicted."""
 
 
 def mount(*arguments: str | Path) -> None:
@@ -117,7 +134,9 @@ def test_full_tmpfs(place: Path) -> None:
     mount("-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", where)
     with mounted(where):
         provider = FileProvider.open(place / "key")
-        with Vault.create(where / "vault", provider=provider, options=OPTIONS) as vault:
+        with Vault.create(
+            where / "vault", provider=provider, options=OPTIONS, policy=TO_THE_LAST_PAGE
+        ) as vault:
             scope = vault.scope("alpha", NAMESPACES[0])
             for turn in range(3):
                 stored = fill(vault, range(1000 * turn, 1000 * turn + 1000))
