@@ -50,8 +50,6 @@ class Trigger(StrEnum):
     """Somebody asked for it."""
     FORGET = "forget"
     """Somebody asked for everything of a tenant."""
-    COMPACT = "compact"
-    """What of it lives on was written to another segment."""
     POLICY = "policy"
     """The policy in force says that it is not kept at all."""
 

@@ -7,7 +7,7 @@ same scope at the same time get segments of their own instead of a lock.
 
 A key has to be durable before the first byte under it, and a flush of a busy disk takes as long as
 a hundred batches. So whoever fills a segment beyond its half has others made in the background, for
-the same scope (`_Spares`); scopes that store little never have any.
+the same scope (`_make_spares`); scopes that store little never have any.
 
 Locks: `_lock` guards the idle segments and the ids in flight; nothing slow happens under it.
 """

@@ -19,6 +19,19 @@ import kvvault
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def test_no_vault_and_no_key_is_kept_in_the_repository() -> None:
+    """One made by hand in the work tree is easily added with everything else."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    names = [Path(name) for name in listed.stdout.split("\0") if name]
+    assert Path("README.md") in names
+    kinds = {"VAULT", "catalog.sqlite3", "catalog.sqlite3-wal", "catalog.sqlite3-shm"}
+    assert not [name for name in names if name.name in kinds or name.suffix == ".seg"]
+    hidden = {name.parts[0] for name in names if name.parts[0].startswith(".")}
+    assert hidden <= {".ci", ".gitignore", ".gitattributes", ".editorconfig", ".python-version"}
+
+
 def _build(target: str, into: Path) -> Path:
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(into)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)

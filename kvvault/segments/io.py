@@ -200,10 +200,14 @@ class SegmentDir:
         return self._direct
 
     def probe_direct(self) -> bool:
-        """Find out whether O_DIRECT works here, with one page in a file of its own."""
+        """Find out whether O_DIRECT works here: by reading a page of a segment; only where there is
+        none with a page in a file of its own, since a full vault must not grow by opening it."""
         self._direct = False
         if not _O_DIRECT:
             return False
+        if self._reads_direct():
+            self._direct = True
+            return True
         name = f".probe-{secrets.token_hex(8)}"
         page = mmap.mmap(-1, PAGE_BYTES)
         try:
@@ -226,6 +230,23 @@ class SegmentDir:
                 os.unlink(name, dir_fd=self._fd)
             page.close()
         return self._direct
+
+    def _reads_direct(self) -> bool:
+        """Whether a page of some segment can be read with O_DIRECT; False when there is none."""
+        page = mmap.mmap(-1, PAGE_BYTES)
+        try:
+            name = next((name for name, size in self.names() if size >= PAGE_BYTES), None)
+            if name is None:
+                return False
+            fd = os.open(name, os.O_RDONLY | _OPEN | _O_DIRECT, dir_fd=self._fd)
+            try:
+                return os.preadv(fd, [page], 0) == PAGE_BYTES
+            finally:
+                os.close(fd)
+        except (OSError, StorageError):
+            return False
+        finally:
+            page.close()
 
     def create(self, name: str) -> SegmentFile | None:
         """Create a file for writing, locked, mode 0600 whatever the umask. None when recovery in

@@ -354,3 +354,25 @@ class TestBuffers:
         assert len(buffer) >= size
         assert np.frombuffer(buffer.view, np.uint8).ctypes.data % PAGE_BYTES == 0
         assert not any(buffer.view)
+
+
+def test_a_vault_with_segments_does_not_grow_by_finding_out(tmp_path: Path) -> None:
+    made: list[str] = []
+    (tmp_path / "segments").mkdir(mode=0o700)
+    directory = SegmentDir(tmp_path / "segments")
+    first = directory.probe_direct()  # with a page of its own: there is nothing else
+    file = directory.create("a")
+    assert file is not None
+    file.write(0, AlignedBuffer(PAGE_BYTES).view)
+    real = os.open
+
+    def watch(name: str, flags: int, *args: Any, **named: Any) -> int:
+        if flags & os.O_CREAT:
+            made.append(name)
+        return real(name, flags, *args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", watch)
+        assert directory.probe_direct() == first
+    assert not (first and made)
+    directory.close()
