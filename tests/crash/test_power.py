@@ -8,9 +8,11 @@ synced with their directory. Then it is opened under another boot id.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
+import sqlite3
 import time
 from pathlib import Path
 
@@ -63,10 +65,18 @@ def peek(path: Path) -> tuple[dict[str, int], dict[bytes, list[Extent]], list[by
     log this read folds into the catalog's file, as any opening would)."""
     copy = path.with_name(path.name + "-peek")
     shutil.copytree(path, copy)
+    # Asked before it is opened: opening seals and syncs what was left open. So did a second
+    # process, when the first one's log was empty.
+    with contextlib.closing(sqlite3.connect(copy / "catalog.sqlite3")) as catalog:
+        unsynced = {
+            row[0] for row in catalog.execute("SELECT segment_id FROM segments WHERE synced = 0")
+        }
     with Vault.open(copy, options=OPTIONS) as vault:
         rows = vault.segments()
         extents = extents_of(vault)
-        doubtful = [f.segment_id for f in rows if f.state.live and f.blocks]
+        doubtful = [
+            f.segment_id for f in rows if f.state.live and f.blocks and f.segment_id in unsynced
+        ]
     shutil.rmtree(copy)
     return {segment_name(f.segment_id): f.block_bytes for f in rows}, extents, doubtful
 
