@@ -20,11 +20,13 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    PrimaryKeyConstraint,
     Table,
     Text,
+    UniqueConstraint,
 )
 
-HEAD = "0002"
+HEAD = "0003"
 """Alembic revision that this code reads and writes."""
 
 metadata = MetaData(
@@ -156,10 +158,31 @@ extents = Table(
     Column("block_ids", LargeBinary, nullable=False),
     Column("nonces", LargeBinary, nullable=False),
     Column("tags", LargeBinary, nullable=False),
+    Column("origins", LargeBinary),
     Index("ix_extents_segment_id", "segment_id"),
     sqlite_autoincrement=True,
 )
-"""AUTOINCREMENT: numbers are never used twice, so "everything after N" misses nothing."""
+"""AUTOINCREMENT: numbers are never used twice, so "everything after N" misses nothing.
+
+`origins`: 8 bytes per block in slot order, two u32 big endian: number of the prompt that had the
+block written (0: nobody's), and the prompt's token at which the block ends. NULL: all nobody's."""
+
+revoked_blocks = Table(
+    "revoked_blocks",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column(
+        "segment_id",
+        LargeBinary,
+        ForeignKey("segments.segment_id", ondelete="CASCADE"),
+        nullable=False,
+    ),
+    Column("slot", Integer, nullable=False),
+    Index("ix_revoked_blocks_segment_id", "segment_id"),
+    sqlite_autoincrement=True,
+)
+"""Single blocks that are not served any more, of segments that still live: until what else is in
+these is written to others, and their keys are destroyed."""
 
 holds = Table(
     "holds",
@@ -219,7 +242,7 @@ deletions = Table(
     Column("purge_no", Integer, ForeignKey("purges.purge_no")),
     sqlite_autoincrement=True,
 )
-"""What was revoked, when, by what (`expire`, `evict`, `rm`, `forget`, `compact`), and by which
+"""What was revoked, when, by what (`expire`, `evict`, `rm`, `forget`, `erase`, ...), and by which
 purge it became unrecoverable (NULL: not yet)."""
 
 purges = Table(
@@ -236,3 +259,122 @@ purges = Table(
 )
 """`destroyed_at` NULL: everything is under the new epoch already, and the old one is still to be
 destroyed. `verified_at`: when opening something under it was tried and refused."""
+
+scopes = Table(
+    "scopes",
+    metadata,
+    Column("scope_no", Integer, primary_key=True, autoincrement=True),
+    Column(
+        "tenant_id",
+        LargeBinary,
+        ForeignKey("tenants.tenant_id", ondelete="CASCADE"),
+        nullable=False,
+    ),
+    Column("namespace", LargeBinary, ForeignKey("namespaces.digest"), nullable=False),
+    UniqueConstraint("tenant_id", "namespace", name="uq_scopes_tenant_id"),
+    sqlite_autoincrement=True,
+)
+"""Tenants and namespaces that have prompts: two bytes in each prompt's row instead of 48."""
+
+texts = Table(
+    "texts",
+    metadata,
+    Column("text_no", Integer, primary_key=True, autoincrement=True),
+    Column(
+        "tenant_id",
+        LargeBinary,
+        ForeignKey("tenants.tenant_id", ondelete="CASCADE"),
+        nullable=False,
+    ),
+    Column("kind", Text, nullable=False),
+    Column("text_id", LargeBinary, nullable=False),
+    Column("sealed", LargeBinary, nullable=False),
+    CheckConstraint("kind IN ('subject','labels')", name="text_kind"),
+    UniqueConstraint("tenant_id", "kind", "text_id", name="uq_texts_tenant_id"),
+    sqlite_autoincrement=True,
+)
+"""What many prompts say of themselves, once: subjects, and label sets as canonical JSON. `text_id`:
+keyed id under the tenant's index key, to find it by; `sealed`: encrypted under the tenant's key."""
+
+prompts = Table(
+    "prompts",
+    metadata,
+    Column("prompt_no", Integer, primary_key=True, autoincrement=True),
+    Column("prompt_id", LargeBinary, nullable=False),
+    Column(
+        "scope_no",
+        Integer,
+        ForeignKey("scopes.scope_no", ondelete="CASCADE"),
+        nullable=False,
+    ),
+    Column("subject_no", Integer),
+    Column("labels_no", Integer),
+    Column("request_id", LargeBinary),
+    Column("sealed", LargeBinary),
+    Column("first_used", Float, nullable=False),
+    Column("last_used", Float, nullable=False),
+    Column("end_token", Integer, nullable=False, server_default="0"),
+    Column("gone", Integer, nullable=False, server_default="0"),
+    sqlite_autoincrement=True,
+)
+"""One request whose KV was stored or reused. Its blocks are those whose origin it is, and what its
+links name.
+
+`prompt_id`: 8 random bytes, what people see. `request_id`: keyed id of the client's name of the
+request; `sealed`: that name and, if the policy says so, a fingerprint or preview (JSON, encrypted
+under the tenant's key). `end_token`: the token at which its last block ends. `gone`: erased, or
+nothing of it is left; kept without anything about it while another prompt's link leads through it.
+No index but the key: looking at every row of 100,000 costs ten milliseconds, an index would cost
+each of them as many bytes as the row."""
+
+prompt_links = Table(
+    "prompt_links",
+    metadata,
+    Column(
+        "prompt_no",
+        Integer,
+        ForeignKey("prompts.prompt_no", ondelete="CASCADE"),
+        nullable=False,
+    ),
+    Column("via_no", Integer, nullable=False),
+    Column("upto", Integer, nullable=False),
+    PrimaryKeyConstraint("prompt_no", "via_no", name="pk_prompt_links"),
+    sqlite_with_rowid=False,
+)
+"""What a prompt shares: all blocks of prompt `via_no`, its own and those its links name, that end
+at token `upto` or before. A block's engine key is a hash of everything before it, so who has one
+block in common has all before it in common, and one link says so, however many they are."""
+
+log_entries = Table(
+    "log_entries",
+    metadata,
+    Column("entry_no", Integer, primary_key=True),
+    Column("body", Text, nullable=False),
+)
+"""The audit log, from 0 without a gap: each entry's bytes (canonical JSON, RFC 8785) are one leaf
+of a Merkle tree (RFC 6962). No personal data: keyed ids only. Rows are only ever added."""
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("size", Integer, primary_key=True),
+    Column("note", Text, nullable=False),
+    Column("made_at", Float, nullable=False),
+)
+"""Signed notes (C2SP tlog-checkpoint) about the log's first `size` entries."""
+
+receipts = Table(
+    "receipts",
+    metadata,
+    Column("receipt_no", Integer, primary_key=True, autoincrement=True),
+    Column("receipt_id", LargeBinary, nullable=False, unique=True),
+    Column("deletion_no", Integer, ForeignKey("deletions.deletion_no")),
+    Column("phase", Text, nullable=False),
+    Column("entry_no", Integer, nullable=False),
+    Column("document", Text, nullable=False),
+    CheckConstraint("phase IN ('revoked','purged')", name="receipt_phase"),
+    sqlite_autoincrement=True,
+)
+"""Signed records of deletions. `document`: the receipt as it is handed over; `entry_no`: the entry
+of the log that has its digest. A deletion has up to two: when it was revoked, when it was
+purged."""

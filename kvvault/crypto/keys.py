@@ -252,6 +252,22 @@ class TenantKeys:
         self._check_open()
         return block_id
 
+    def keyed_id(self, kind: str, value: bytes) -> bytes:
+        """What stands for something of this tenant that must not be found by who guesses it: HMAC
+        under the index key, 16 bytes, another for each `kind` ("subject", "request", "log", ...).
+        Gone with the tenant: nobody can make it again.
+
+        :raises ClosedError: after `close`.
+        """
+        name = b"kind " + kind.encode()
+        hasher = self._hashers.get(name)
+        if hasher is None:
+            made = KeyedHasher(self._index_key, b"text", kind.encode())
+            hasher = self._hashers.setdefault(name, made)
+        keyed = hasher.id(value)
+        self._check_open()
+        return keyed
+
     def wrap(self, key: ReadBuffer, aad: bytes) -> bytes:
         """Encrypt a 32-byte key under the tenant key: 60 bytes.
 

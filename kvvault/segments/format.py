@@ -33,6 +33,8 @@ block id      16    HMAC-SHA256(tenant index key, namespace digest, engine's blo
                     Keyed, so somebody with the disk and a guessed prompt finds no match
 nonce         12    random, drawn for this block
 tag           16    the GCM tag; binds ciphertext, nonce, segment key and the associated data
+origin        8     number of the prompt that had it written, and the token it ends at: u32 big
+                    endian each; binds nothing, and may be missing for a whole write
 ============  ====  ===============================================================================
 
 Associated data of a block (`block_aad`), 112 bytes, never stored, always rebuilt from where the
@@ -78,6 +80,9 @@ SEGMENT_SUFFIX = ".seg"
 
 RECORD_BYTES = NONCE_BYTES + TAG_BYTES
 """What memory holds per block besides the index: nonce and tag, in slot order."""
+
+ORIGIN_BYTES = 8
+"""What the catalog keeps per block of the prompt it came from."""
 
 MAX_BLOCK_BYTES = 1 << 30
 """Upper bound of a block. Far above any KV chunk, far below the u32 and the GCM length limit
@@ -133,6 +138,8 @@ class Extent:
     """``count * 12`` bytes."""
     tags: bytes
     """``count * 16`` bytes."""
+    origins: bytes = b""
+    """``count * 8`` bytes (see `kvvault.catalog.schema.extents`), or none: nobody's."""
 
     @property
     def count(self) -> int:
@@ -148,4 +155,5 @@ class Extent:
             and len(self.block_ids) == n * ID_BYTES
             and len(self.nonces) == n * NONCE_BYTES
             and len(self.tags) == n * TAG_BYTES
+            and len(self.origins) in (0, n * ORIGIN_BYTES)
         )
