@@ -20,7 +20,7 @@ from functools import partial
 
 from sqlalchemy import Connection
 
-from kvvault.catalog import operations, retention
+from kvvault.catalog import operations, retention, revoking
 from kvvault.catalog.catalog import Catalog
 from kvvault.errors import HeldError, StorageError
 from kvvault.keyring import KeyRing
@@ -29,7 +29,6 @@ from kvvault.options import VaultOptions
 from kvvault.segments.fence import Fence
 from kvvault.segments.format import segment_name
 from kvvault.segments.io import SegmentDir
-from kvvault.segments.store import block_ids_of
 from kvvault.timekeeping import VaultTime
 from kvvault.view import View
 
@@ -52,14 +51,19 @@ class Trigger(StrEnum):
     """Somebody asked for everything of a tenant."""
     POLICY = "policy"
     """The policy in force says that it is not kept at all."""
+    ERASE = "erase"
+    """Somebody asked for prompts, or single blocks, to go."""
+    COMPACT = "compact"
+    """Single blocks of it are revoked, and what else was in it is in other segments."""
 
 
 @dataclass(frozen=True, slots=True)
-class Survivors:
-    """What of a segment stays when single blocks of it go: it is copied to another first."""
+class Chosen:
+    """Single blocks of one segment."""
 
     segment_id: bytes
     slots: tuple[int, ...]
+    block_ids: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +86,24 @@ class DeletionPlan:
     """What a hold keeps."""
     tenant_id: bytes | None = None
     """The tenant that would be forgotten."""
-    survivors: tuple[Survivors, ...] = ()
-    targets: Targets | None = None
-    """What single blocks are meant: looked for again when the plan is executed."""
+    targets: tuple[Targets, ...] = ()
+    """What single blocks are meant, if any: looked for again when the plan is executed."""
+    chosen: tuple[Chosen, ...] = ()
+    """Where these are, of `segments`: what else is in those stays."""
 
     @property
     def blocks(self) -> int:
         """How many would go."""
-        kept = sum(len(one.slots) for one in self.survivors)
-        return sum(facts.blocks for facts in self.segments) - kept
+        if self.targets:
+            return sum(len(one.slots) for one in self.chosen)
+        return sum(facts.blocks for facts in self.segments)
 
     @property
     def data_bytes(self) -> int:
-        sizes = {facts.segment_id: facts.block_bytes for facts in self.segments}
-        kept = sum(len(one.slots) * sizes[one.segment_id] for one in self.survivors)
-        return sum(facts.data_bytes for facts in self.segments) - kept
+        if self.targets:
+            sizes = {facts.segment_id: facts.block_bytes for facts in self.segments}
+            return sum(len(one.slots) * sizes[one.segment_id] for one in self.chosen)
+        return sum(facts.data_bytes for facts in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,9 @@ class DeletionReport:
     """What would have gone, but for a hold."""
     revoked_at: float
     """When it became unreadable through kvvault."""
+    waiting_segments: int = 0
+    """Of single blocks: segments whose keys are not destroyed yet, because what else is in them
+    could not be written to others. Nothing that was revoked is served; a job tries again."""
 
     def __add__(self, later: DeletionReport) -> DeletionReport:
         return DeletionReport(
@@ -120,6 +130,7 @@ class DeletionReport:
             self.data_bytes + later.data_bytes,
             max(self.held_segments, later.held_segments),
             later.revoked_at,
+            later.waiting_segments,
         )
 
 
@@ -178,36 +189,37 @@ class Eraser:
             tenant_id,
         )
 
-    def plan_blocks(self, targets: Targets) -> DeletionPlan:
-        """Single blocks; what else is in their segments survives. `kvvault.rewriting` executes
-        it."""
-        where = partial(retention.live_of_tenant, tenant_id=targets.tenant_id)
-        found: list[retention.Candidate] = []
-        survivors: list[Survivors] = []
-        for one in self._catalog.read(where):
-            if one.facts.namespace_digest != targets.namespace_digest:
-                continue
-            segment_id = one.facts.segment_id
-            extents = self._catalog.read(partial(operations.list_extents, segment_id=segment_id))
-            ids = {
-                extent.first_slot + i: block_id
-                for extent in extents
-                if extent.well_formed
-                for i, block_id in enumerate(block_ids_of(extent))
-            }
-            stay = tuple(
-                slot for slot, block_id in ids.items() if block_id not in targets.block_ids
+    def plan_blocks(
+        self, targets: Sequence[Targets], trigger: Trigger = Trigger.ERASE
+    ) -> DeletionPlan:
+        """Single blocks; what else is in their segments stays. `kvvault.erasing` executes it."""
+
+        def find(
+            connection: Connection,
+        ) -> tuple[list[retention.Candidate], dict[bytes, list[tuple[int, bytes]]]]:
+            places: dict[bytes, list[tuple[int, bytes]]] = {}
+            for one in targets:
+                places |= revoking.find_blocks(
+                    connection, one.tenant_id, one.namespace_digest, one.block_ids
+                )
+            return retention.live_among(connection, list(places), whole=True), places
+
+        found, places = self._catalog.read(find)
+        chosen = [
+            Chosen(
+                one.facts.segment_id,
+                tuple(slot for slot, _ in places[one.facts.segment_id]),
+                tuple(block_id for _, block_id in places[one.facts.segment_id]),
             )
-            if len(stay) < len(ids):
-                found.append(one)
-                if stay and not one.held:
-                    survivors.append(Survivors(segment_id, stay))
+            for one in found
+            if not one.held
+        ]
         return DeletionPlan(
-            Trigger.REMOVE,
+            trigger,
             tuple(one.facts for one in found if not one.held),
             tuple(one.facts for one in found if one.held),
-            survivors=tuple(survivors),
-            targets=targets,
+            targets=tuple(targets),
+            chosen=tuple(chosen),
         )
 
     def seal(self, segment_ids: Sequence[bytes]) -> None:
@@ -222,10 +234,18 @@ class Eraser:
 
     # -- execution --------------------------------------------------------------------------------
 
-    def execute(self, plan: DeletionPlan, *, actor: str, reason: str) -> DeletionReport:
-        """Do what a plan says, as far as it is still so. When it returns, no process serves what
-        went, and its keys are gone from the catalog. `actor` and `reason` are recorded as they are:
-        nothing personal.
+    def execute(
+        self,
+        plan: DeletionPlan,
+        *,
+        actor: str,
+        reason: str,
+        unless: Callable[[Connection], bool] | None = None,
+    ) -> DeletionReport:
+        """Do what a plan for whole segments says, as far as it is still so. When it returns, no
+        process serves what went, and its keys are gone from the catalog. `actor` and `reason` are
+        recorded as they are: nothing personal. `unless` is asked in the transaction that takes the
+        keys: when it says yes, nothing is done.
 
         Raises:
             HeldError: a tenant is to be forgotten of which a hold keeps something; nothing is done.
@@ -237,6 +257,8 @@ class Eraser:
         now = self._time.steady()
 
         def revoke(connection: Connection) -> retention.Revoked:
+            if unless is not None and unless(connection):
+                return retention.Revoked()
             if plan.tenant_id is not None:
                 return retention.forget_tenant(
                     connection, plan.tenant_id, now=now, actor=actor, reason=reason
@@ -250,6 +272,7 @@ class Eraser:
                 actor=actor,
                 reason=reason,
                 expired_by=expired_by,
+                compacting=plan.trigger is Trigger.COMPACT,
             )
 
         if not ids and plan.tenant_id is None:
@@ -273,15 +296,11 @@ class Eraser:
         if plan.tenant_id is not None:  # only now: had the write failed, the tenant would live on
             self._ring.drop(plan.tenant_id)
         self._finish(done.segment_ids)
-        sizes = {facts.segment_id: facts.block_bytes for facts in plan.segments}
-        copied = [one for one in plan.survivors if one.segment_id in done.segment_ids]
-        kept = sum(len(one.slots) for one in copied)
-        kept_bytes = sum(len(one.slots) * sizes[one.segment_id] for one in copied)
         return DeletionReport(
             plan.trigger,
             len(done.segment_ids),
-            done.blocks - kept,
-            done.data_bytes - kept_bytes,
+            done.blocks,
+            done.data_bytes,
             done.held + len(plan.held),
             now,
         )

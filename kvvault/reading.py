@@ -168,8 +168,11 @@ class Reader:
             if not guard.enter():
                 return [Outcome.ABANDONED] * len(wanted)
             try:
+                revoked = segment.revoked  # as of the refresh above: an erasure waits for the fence
                 for item, data in zip(wanted, sealed, strict=True):
-                    if isinstance(data, ShortReadError):
+                    if item.slot in revoked:
+                        outcomes.append(Outcome.MISS)
+                    elif isinstance(data, ShortReadError):
                         lost.append(item)
                         outcomes.append(Outcome.MISS)
                     elif isinstance(data, StorageError):

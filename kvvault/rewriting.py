@@ -1,9 +1,8 @@
 """Writing blocks again that are on the disk already: under another key, on the terms they had.
 
-Two callers. Eviction saves what is hot of a segment before it deletes it, and writes it after. A
-deletion of single blocks copies what stays to another segment, and deletes the whole segment then:
-a key is the smallest thing that can be destroyed. Nothing written again lives longer than before,
-and it counts as used as often and as lately as it was.
+Two callers. Eviction saves what is hot of a segment before it deletes it, and writes it after.
+`kvvault.erasing` copies what stays of a segment to another one before it deletes that. Nothing
+written again lives longer than before, and it counts as used as often and as lately as it was.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import SegmentRow, Terms
 from kvvault.crypto.keys import TenantKeys
-from kvvault.deleting import DeletionReport, Eraser, Targets
 from kvvault.errors import KvvaultError, StorageError
 from kvvault.governing import Inherited
 from kvvault.keyring import KeyRing
@@ -36,9 +34,6 @@ log = logging.getLogger(__name__)
 
 _WINDOW_S = 5.0
 """How long a segment of blocks that are written again takes more of them."""
-
-_ROUNDS = 5
-"""How often a deletion of single blocks looks whether they were stored again meanwhile."""
 
 _TOLD = frozenset({Outcome.HIT, Outcome.TAMPERED, Outcome.MISS})
 """Outcomes after which nothing is to be had by trying again."""
@@ -102,31 +97,6 @@ class Rewriter:
                 yield
             finally:
                 self._local.busy = False
-
-    def delete(
-        self, eraser: Eraser, targets: Targets, *, actor: str, reason: str
-    ) -> DeletionReport:
-        """Delete single blocks wherever they are now. When it returns, none of them that no hold
-        keeps is served by any process; should the others not be copied, nothing is deleted.
-
-        Raises:
-            StorageError, CatalogError, VaultLockedError.
-        """
-        report: DeletionReport | None = None
-        with self.alone():
-            for _ in range(_ROUNDS):
-                # No more blocks come to these segments: those that stay are known from here on.
-                plan = eraser.plan_blocks(targets)
-                eraser.seal([facts.segment_id for facts in plan.segments])
-                plan = eraser.plan_blocks(targets)
-                for one in plan.survivors:
-                    self.copy(one.segment_id, one.slots)
-                done = eraser.execute(plan, actor=actor, reason=reason)
-                report = done if report is None else report + done
-                if not plan.segments:
-                    break
-        assert report is not None  # noqa: S101 - there is at least one round
-        return report
 
     def copy(self, segment_id: bytes, slots: Sequence[int]) -> None:
         """Write slots of a live segment to another one. When it returns, whoever looks for these

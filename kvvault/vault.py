@@ -30,6 +30,7 @@ from kvvault.crypto.keys import TenantKeys
 from kvvault.crypto.providers import open_provider
 from kvvault.crypto.providers.base import KeyProvider, ProviderInfo
 from kvvault.deleting import HOLDS_LOCK, DeletionPlan, DeletionReport, Eraser, Targets
+from kvvault.erasing import BlockEraser
 from kvvault.errors import (
     CatalogCorruptError,
     ClosedError,
@@ -255,6 +256,9 @@ class Vault:
                 self._time,
                 self._fence,
                 options.lock_timeout_s,
+            )
+            self._block_eraser = BlockEraser(
+                self._catalog, self._eraser, self._rewriter, self._time
             )
             self._evictor = Evictor(
                 self._catalog,
@@ -659,15 +663,15 @@ class Vault:
         self, plan: DeletionPlan, *, actor: str = "kvvault", reason: str = ""
     ) -> DeletionReport:
         """See `kvvault.deleting.Eraser.execute` and, for single blocks,
-        `kvvault.rewriting.Rewriter.delete`."""
+        `kvvault.erasing.BlockEraser.execute`."""
         self._check_writable()
-        if plan.targets is not None:
-            return self._rewriter.delete(self._eraser, plan.targets, actor=actor, reason=reason)
+        if plan.targets:
+            return self._block_eraser.execute(plan, actor=actor, reason=reason)
         return self._eraser.execute(plan, actor=actor, reason=reason)
 
     def plan_blocks(self, scope: Scope, keys: Sequence[bytes]) -> DeletionPlan:
-        """What deleting single blocks would do: their segments go, and what else is in these is
-        written to others first.
+        """What deleting single blocks would do: their segments go, after what else is in these is
+        written to others.
 
         Raises:
             ClosedError: the tenant was forgotten or the vault is closed.
@@ -675,7 +679,7 @@ class Vault:
         self._check_open()
         ids = frozenset(scope.block_id(key) for key in keys)
         targets = Targets(scope.tenant_id, scope.namespace.digest, ids)
-        return self._eraser.plan_blocks(targets)
+        return self._eraser.plan_blocks([targets])
 
     def delete_segments(self, segment_ids: Sequence[bytes]) -> int:
         """Destroy segments, but for those that a hold keeps; returns how many went. When it
@@ -724,7 +728,8 @@ class Vault:
         return first is not None and first <= now
 
     def reconcile(self) -> RecoveryReport:
-        """Repair what processes that died since left behind, as opening the vault does.
+        """Repair what processes that died since left behind, as opening the vault does, and finish
+        deletions of single blocks.
 
         Raises:
             VaultLockedError: another process is at it.
@@ -736,6 +741,7 @@ class Vault:
                 self._catalog, self._directory, layout.boot_id(), self._checker().count_intact
             ).run()
         self._view.refresh()
+        self._block_eraser.compact()
         return report
 
     @property
@@ -809,6 +815,7 @@ class Vault:
     def purge(self) -> PurgeReport:
         """Make everything that was deleted unrecoverable. See `kvvault.purging.Purger.run`."""
         self._check_writable()
+        self._block_eraser.compact()  # what is still under a live segment's key is not purged
         return Purger(
             layout.catalog_path(self.path),
             self._vault_id,

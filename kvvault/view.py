@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import SegmentRow
+from kvvault.catalog.operations import RevokedBlock, SegmentRow
 from kvvault.catalog.retention import Use
 from kvvault.crypto import keys
 from kvvault.crypto.aead import SegmentCipher
@@ -56,6 +56,7 @@ class LiveSegment:
         "opened_at",
         "place",
         "records",
+        "revoked",
         "slides",
     )
 
@@ -67,6 +68,8 @@ class LiveSegment:
         """Not served from then on. Written under the view's lock, read by anybody."""
         self.slides = False
         """Whether use moves its deadline."""
+        self.revoked: frozenset[int] = frozenset()
+        """Slots that are not served any more. Replaced under the view's lock, read by anybody."""
         self.opened_at = 0.0
         self._uses: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._used_at: npt.NDArray[np.float64] = np.zeros(0, np.float64)
@@ -331,6 +334,7 @@ class View:
                     self._forget(known)
                     self._on_death(row.facts.segment_id)
             self._add_extents(delta.extents)
+            self._revoke(delta.revoked)
             self._on_policy(delta.policy_no)
 
     def _enter(self, row: SegmentRow) -> None:
@@ -373,6 +377,19 @@ class View:
         else:
             for number, first_slot, block_ids in placed:
                 self._index.add(number, first_slot, block_ids)
+
+    def _revoke(self, revoked: Sequence[RevokedBlock]) -> None:
+        """Single blocks are not served any more. After their extents: also in a vault that is just
+        opened."""
+        slots: dict[bytes, list[int]] = {}
+        for one in revoked:
+            segment = self._by_id.get(one.segment_id)
+            if segment is not None:
+                self._index.discard(one.block_id, Location(segment.number, one.slot))
+                slots.setdefault(one.segment_id, []).append(one.slot)
+        for segment_id, dead in slots.items():
+            segment = self._by_id[segment_id]
+            segment.revoked = segment.revoked.union(dead)
 
     def close(self) -> None:
         """Forget everything. Nobody polls the catalog through this view afterwards, so the catalog

@@ -47,6 +47,7 @@ class Catalog:
         self._version: int | None = None
         self._change = -1
         self._extent_no = -1
+        self._revoked_seq = -1
 
     @classmethod
     def open(cls, path: Path, *, create: bool = False, read_only: bool = False) -> Catalog:
@@ -111,10 +112,13 @@ class Catalog:
             if version == self._version:
                 return None
             with reading(self._watch):
-                delta = operations.changes_since(self._watch, self._change, self._extent_no)
+                delta = operations.changes_since(
+                    self._watch, self._change, self._extent_no, self._revoked_seq
+                )
         # Only now: a read that failed is repeated. The version was taken before the rows were, so a
         # commit in between is seen twice rather than never.
         self._version, self._change, self._extent_no = version, delta.change, delta.extent_no
+        self._revoked_seq = delta.revoked_seq
         return delta
 
     def _check_frozen(self) -> None:

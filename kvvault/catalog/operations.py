@@ -86,6 +86,15 @@ class SegmentRow:
 
 
 @dataclass(frozen=True, slots=True)
+class RevokedBlock:
+    """A single block that is not served any more although its segment lives."""
+
+    segment_id: bytes
+    slot: int
+    block_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What changed since the caller last looked, and where to look from next time."""
 
@@ -95,6 +104,8 @@ class Delta:
     extent_no: int
     policy_no: int
     """Number of the policy in force; 0 when there is none."""
+    revoked: Sequence[RevokedBlock] = ()
+    revoked_seq: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +338,9 @@ _NEW_SEGMENTS = str(
     .compile(dialect=sqlite_dialect())
 )
 _NEWEST_POLICY = "SELECT coalesce(max(policy_no), 0) FROM policies"
+_NEW_REVOKED = """
+    SELECT segment_id, slot, block_id, seq FROM revoked_blocks WHERE seq > ? ORDER BY seq
+"""
 _NEW_EXTENTS = """
     SELECT segment_id, first_slot, block_ids, nonces, tags, extent_no FROM extents
     WHERE extent_no > ? ORDER BY extent_no
@@ -392,14 +406,15 @@ def revoke_segments(
     """
     s = t.segments.c
     change = next_change(connection)
-    return sum(
-        connection.execute(
+    done = 0
+    for ids in chunks(segment_ids):
+        done += connection.execute(
             update(t.segments)
             .where(s.segment_id.in_(ids), s.state.in_(LIVE))
             .values(state=state.value, wrapped_secret=None, change=change)
         ).rowcount
-        for ids in chunks(segment_ids)
-    )
+        connection.execute(delete(t.revoked_blocks).where(t.revoked_blocks.c.segment_id.in_(ids)))
+    return done
 
 
 def drop_extents(connection: Connection, segment_ids: Iterable[bytes]) -> None:
@@ -455,8 +470,11 @@ def list_segments(
     return [_segment(row) for row in connection.execute(statement).mappings()]
 
 
-def changes_since(connection: Connection, change: int, extent_no: int) -> Delta:
-    """Segments that changed and extents that were added since, in commit order.
+def changes_since(
+    connection: Connection, change: int, extent_no: int, revoked_seq: int = -1
+) -> Delta:
+    """Segments that changed, extents that were added, and single blocks that were revoked since, in
+    commit order.
 
     Raises:
         CatalogCorruptError: a segment's row cannot be what it says.
@@ -468,8 +486,36 @@ def changes_since(connection: Connection, change: int, extent_no: int) -> Delta:
     for *fields, number in rows:
         extents += _extent(fields)
         extent_no = int(str(number))
+    revoked: list[RevokedBlock] = []
+    rows, _ = direct(connection, _NEW_REVOKED, (revoked_seq,))
+    for *fields, number in rows:
+        revoked += _revoked(fields)
+        revoked_seq = int(str(number))
     newest = max((segment.change for segment in segments), default=change)
-    return Delta(segments, extents, newest, extent_no, _newest_policy(connection))
+    return Delta(
+        segments, extents, newest, extent_no, _newest_policy(connection), revoked, revoked_seq
+    )
+
+
+def _revoked(fields: Sequence[object]) -> list[RevokedBlock]:
+    """
+    Raises:
+        CatalogCorruptError: the row cannot be what it says; somebody might be served what was
+            erased.
+    """
+    segment_id, slot, block_id = fields
+    if not isinstance(slot, int) or not 0 <= slot < MAX_SLOTS:
+        raise corrupt("a revoked block")
+    found = blob(block_id, "a revoked block")
+    if len(found) != ID_BYTES:
+        raise corrupt("a revoked block")
+    return [RevokedBlock(blob(segment_id, "a revoked block"), slot, found)]
+
+
+def list_revoked(connection: Connection) -> list[RevokedBlock]:
+    """Single blocks that are revoked, of segments that live."""
+    rows, _ = direct(connection, _NEW_REVOKED, (-1,))
+    return [one for row in rows for one in _revoked(row[:3])]
 
 
 def list_extents(connection: Connection, segment_id: bytes) -> list[Extent]:

@@ -117,7 +117,11 @@ def begin(connection: Connection, old: Root, new: Root, *, assurance: str, now: 
     operations.put_meta(connection, "lookup_key", new.lookup_key)
     # What is revoked from here on may still be rewrapped before the old epoch is gone.
     newest = select(func.coalesce(func.max(t.deletions.c.deletion_no), 0)).scalar_subquery()
-    covers = upsert(t.counters).values(name=_COVERS, value=newest)
+    # Nor may single blocks that are still under a live segment's key be called unrecoverable.
+    waiting = select(func.min(t.revoked_blocks.c.deletion_no) - 1).scalar_subquery()
+    covers = upsert(t.counters).values(
+        name=_COVERS, value=func.min(newest, func.coalesce(waiting, newest))
+    )
     connection.execute(
         covers.on_conflict_do_update(index_elements=["name"], set_={"value": covers.excluded.value})
     )

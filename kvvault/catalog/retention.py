@@ -126,8 +126,9 @@ def next_deadline(connection: Connection, *, after: float | None = None) -> floa
 # -- holds ---------------------------------------------------------------------------------------
 
 
-def held() -> ColumnElement[bool]:
-    """Segments that a hold protects."""
+def held(*, whole: bool = False) -> ColumnElement[bool]:
+    """Segments that a hold protects. `whole`: not because of single blocks in them, which may be
+    written to another segment."""
     s, h = t.segments.c, t.holds.c
     return exists(
         select(h.hold_no).where(
@@ -155,11 +156,15 @@ class Candidate:
     held: bool
 
 
-def _candidates(connection: Connection, where: ColumnElement[bool]) -> list[Candidate]:
+def _candidates(
+    connection: Connection, where: ColumnElement[bool], *, whole: bool = False
+) -> list[Candidate]:
     rows = operations.list_segments(connection, where)
     kept = {
         operations.blob(row[0], "a segment")
-        for row in connection.execute(select(t.segments.c.segment_id).where(where, held()))
+        for row in connection.execute(
+            select(t.segments.c.segment_id).where(where, held(whole=whole))
+        )
     }
     return [Candidate(row.facts, row.facts.segment_id in kept) for row in rows]
 
@@ -169,13 +174,17 @@ def expired(connection: Connection, now: float) -> list[Candidate]:
     return _candidates(connection, past_deadline(now))
 
 
-def live_among(connection: Connection, segment_ids: Sequence[bytes]) -> list[Candidate]:
-    """Those of these segments that live."""
+def live_among(
+    connection: Connection, segment_ids: Sequence[bytes], *, whole: bool = False
+) -> list[Candidate]:
+    """Those of these segments that live. `whole`: as `held`."""
     s = t.segments.c
     return [
         one
         for ids in operations.chunks(segment_ids)
-        for one in _candidates(connection, and_(s.segment_id.in_(ids), s.state.in_(LIVE)))
+        for one in _candidates(
+            connection, and_(s.segment_id.in_(ids), s.state.in_(LIVE)), whole=whole
+        )
     ]
 
 
@@ -219,9 +228,11 @@ def revoke(
     actor: str,
     reason: str,
     expired_by: float | None = None,
+    compacting: bool = False,
 ) -> Revoked:
     """Destroy the wrapped keys of those of these segments that live and that no hold keeps; with
-    `expired_by`, only of those whose deadline has come by then. Writes it down."""
+    `expired_by`, only of those whose deadline has come by then. `compacting`: their blocks are
+    somewhere else, or were revoked and written down before. Writes it down."""
     s = t.segments.c
     ids: list[bytes] = []
     blocks = data_bytes = kept = 0
@@ -230,31 +241,61 @@ def revoke(
         if expired_by is not None:
             where = and_(where, past_deadline(expired_by))
         free = connection.execute(
-            select(s.segment_id, s.blocks, s.block_bytes).where(where, ~held())
+            select(s.segment_id, s.blocks, s.block_bytes).where(where, ~held(whole=compacting))
         ).all()
         kept += int(
             connection.execute(
-                select(func.count()).select_from(t.segments).where(where, held())
+                select(func.count()).select_from(t.segments).where(where, held(whole=compacting))
             ).scalar_one()
         )
         ids += [operations.blob(row[0], "a segment") for row in free]
         blocks += sum(int(row[1]) for row in free)
         data_bytes += sum(int(row[1]) * int(row[2]) for row in free)
+    if compacting:
+        blocks = data_bytes = 0
     if ids:
         operations.revoke_segments(connection, ids)
+        note_deletion(
+            connection,
+            trigger=trigger,
+            actor=actor,
+            reason=reason,
+            segments=len(ids),
+            blocks=blocks,
+            data_bytes=data_bytes,
+            now=now,
+        )
+    return Revoked(tuple(ids), blocks, data_bytes, kept)
+
+
+def note_deletion(
+    connection: Connection,
+    *,
+    trigger: str,
+    actor: str,
+    reason: str,
+    segments: int,
+    blocks: int,
+    data_bytes: int,
+    now: float,
+) -> int:
+    """Write a deletion down, in the transaction that revokes; its number."""
+    return int(
         connection.execute(
-            insert(t.deletions).values(
+            insert(t.deletions)
+            .values(
                 trigger=trigger,
                 actor=actor,
                 reason=reason,
-                segments=len(ids),
-                blocks=min(blocks, _MOST),
+                segments=segments,
                 # What a damaged row claims must not keep the others from going.
+                blocks=min(blocks, _MOST),
                 data_bytes=min(data_bytes, _MOST),
                 revoked_at=now,
             )
-        )
-    return Revoked(tuple(ids), blocks, data_bytes, kept)
+            .returning(t.deletions.c.deletion_no)
+        ).scalar_one()
+    )
 
 
 def forget_tenant(

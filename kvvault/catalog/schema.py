@@ -178,11 +178,13 @@ revoked_blocks = Table(
         nullable=False,
     ),
     Column("slot", Integer, nullable=False),
+    Column("block_id", LargeBinary, nullable=False),
+    Column("deletion_no", Integer, nullable=False),
     Index("ix_revoked_blocks_segment_id", "segment_id"),
     sqlite_autoincrement=True,
 )
 """Single blocks that are not served any more, of segments that still live: until what else is in
-these is written to others, and their keys are destroyed."""
+these is written to others, and their keys are destroyed. No purge covers `deletion_no` before."""
 
 holds = Table(
     "holds",

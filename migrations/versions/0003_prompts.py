@@ -25,6 +25,8 @@ def upgrade() -> None:
         sa.Column("seq", sa.Integer(), autoincrement=True, nullable=False),
         sa.Column("segment_id", sa.LargeBinary(), nullable=False),
         sa.Column("slot", sa.Integer(), nullable=False),
+        sa.Column("block_id", sa.LargeBinary(), nullable=False),
+        sa.Column("deletion_no", sa.Integer(), nullable=False),
         sa.ForeignKeyConstraint(
             ["segment_id"],
             ["segments.segment_id"],
