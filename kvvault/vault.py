@@ -273,6 +273,7 @@ class Vault:
             space.make_room = self._evictor.make_room
             undo.callback(self._writer.close)
             self._view.when_segment_dies(self._writer.segment_died)
+            self._view.when_segment_is_sealed(self._writer.segment_sealed)
             self._view.refresh()
             undo.pop_all()
         self._in_use = in_use

@@ -30,6 +30,7 @@ from kvvault.crypto.aead import SegmentCipher
 from kvvault.crypto.keys import TenantKeys, WrappedSegment
 from kvvault.errors import ClosedError, WrongKeyError
 from kvvault.keyring import KeyRing, gone
+from kvvault.model import SegmentState
 from kvvault.segments.format import Extent, segment_name
 from kvvault.segments.index import Location, SegmentIndex
 from kvvault.segments.io import SegmentDir, SegmentFile
@@ -183,6 +184,7 @@ class View:
         self._files: OrderedDict[int, SegmentFile] = OrderedDict()
         self._files_lock = threading.Lock()
         self._on_death: Callable[[bytes], None] = lambda _segment_id: None
+        self._on_seal: Callable[[bytes], None] = lambda _segment_id: None
         self._on_policy: Callable[[int], None] = lambda _policy_no: None
         self._closed = False
         self._bereaved: set[bytes] = set()
@@ -190,6 +192,11 @@ class View:
     def when_segment_dies(self, callback: Callable[[bytes], None]) -> None:
         """Have `callback` called, under the view's lock, with each segment that ceases to live."""
         self._on_death = callback
+
+    def when_segment_is_sealed(self, callback: Callable[[bytes], None]) -> None:
+        """Have `callback` called, under the view's lock, with each segment that takes no more
+        blocks."""
+        self._on_seal = callback
 
     def when_policy_changes(self, callback: Callable[[int], None]) -> None:
         """Have `callback` called, under the view's lock, with the number of the policy in force."""
@@ -330,6 +337,8 @@ class View:
                         self._enter(row)
                     else:
                         known.follow(row)
+                    if row.facts.state is SegmentState.SEALED:
+                        self._on_seal(row.facts.segment_id)
                 elif known is not None:
                     self._forget(known)
                     self._on_death(row.facts.segment_id)

@@ -497,6 +497,17 @@ class Writer:
                 segment.retired = True
                 segment.cipher.stop_sealing()
 
+    def segment_sealed(self, segment_id: bytes) -> None:
+        """A segment takes no more blocks, perhaps because another process compacts it: what would
+        be written to it now would be refused. Called under the view's lock."""
+        with self._lock:
+            idle = self._idle.pop(segment_id, None)
+            busy = self._busy.get(segment_id)
+            if busy is not None:
+                busy.retired = True
+        if idle is not None:
+            self._seal([idle])
+
     def _staging(self) -> Staging:
         staging = getattr(self._local, "staging", None)
         if not isinstance(staging, Staging):
