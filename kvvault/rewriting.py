@@ -25,7 +25,7 @@ from kvvault.model import Namespace, Outcome
 from kvvault.reading import ALWAYS, Reader
 from kvvault.segments.fence import Fence
 from kvvault.segments.io import AlignedBuffer
-from kvvault.segments.store import Wanted, batches, block_ids_of
+from kvvault.segments.store import Wanted, batches, block_ids_of, origins_of
 from kvvault.timekeeping import VaultTime
 from kvvault.view import View
 from kvvault.writing import Destination, Writer
@@ -50,8 +50,26 @@ class Saved:
     blocks: tuple[memoryview, ...]
     uses: tuple[tuple[int, float], ...]
     """How often each was used, and when last."""
+    origins: tuple[bytes, ...]
+    """Whose each was."""
     unreadable: int
     """Blocks that could not be read now, which says nothing of them."""
+
+
+class _Carried:
+    """Blocks that are written again stay whose they were."""
+
+    prompt_no = None
+
+    def __init__(self, origins: Sequence[bytes]) -> None:
+        self._origins = origins
+
+    def prepare(self) -> None:
+        """Nothing to do: their prompts have rows."""
+
+    def of(self, positions: Sequence[int]) -> bytes:
+        """As they were."""
+        return b"".join(self._origins[i] for i in positions)
 
 
 class Rewriter:
@@ -134,11 +152,16 @@ class Rewriter:
         extents = self._catalog.read(
             partial(operations.list_extents, segment_id=row.facts.segment_id)
         )
+        sound = [extent for extent in extents if extent.well_formed]
         ids = {
             extent.first_slot + i: block_id
-            for extent in extents
-            if extent.well_formed
+            for extent in sound
             for i, block_id in enumerate(block_ids_of(extent))
+        }
+        whose = {
+            extent.first_slot + i: origin
+            for extent in sound
+            for i, origin in enumerate(origins_of(extent))
         }
         size = row.facts.block_bytes
         wanted = sorted(slot for slot in slots if slot in ids)
@@ -165,6 +188,7 @@ class Rewriter:
                 else (int(known[0][wanted[i]]), float(known[1][wanted[i]]))
                 for i in good
             ),
+            tuple(whose[wanted[i]] for i in good),
             sum(outcome not in _TOLD for outcome in outcomes),
         )
 
@@ -186,7 +210,14 @@ class Rewriter:
             if tenant is None or namespace is None:
                 return 0
             to = _inheriting(row, self._ring.tenant(tenant), namespace, self._time.steady())
-            report = self._writer.put(to, saved.block_ids, saved.blocks, ALWAYS, again=again)
+            report = self._writer.put(
+                to,
+                saved.block_ids,
+                saved.blocks,
+                ALWAYS,
+                again=again,
+                origins=_Carried(saved.origins),
+            )
         except KvvaultError as exc:
             log.warning("blocks are not written again: %s", exc)
             return 0

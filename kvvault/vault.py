@@ -9,11 +9,13 @@ raise; they are for scheduler threads. Everything else may wait for disk, catalo
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +28,7 @@ from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import TenantRow
 from kvvault.checking import Checker
 from kvvault.counters import Counters
+from kvvault.crypto.aead import MAX_TEXT_BYTES
 from kvvault.crypto.keys import TenantKeys
 from kvvault.crypto.providers import open_provider
 from kvvault.crypto.providers.base import KeyProvider, ProviderInfo
@@ -62,7 +65,9 @@ from kvvault.model import (
 )
 from kvvault.options import VaultOptions
 from kvvault.policy import shipped
+from kvvault.policy.decide import Verdict
 from kvvault.policy.document import Policy
+from kvvault.prompting import OfPrompt, Prompt, Recorder
 from kvvault.purging import Purger, PurgeReport
 from kvvault.reading import ALWAYS, NOWHERE, Reader
 from kvvault.recovery import Recovery
@@ -78,7 +83,7 @@ from kvvault.writing import Destination, Writer
 
 log = logging.getLogger(__name__)
 
-_MAX_TENANT_NAME = 256
+_MAX_NAME = 256
 _MAX_LABELS = 2048
 
 _IN_USE = "in-use"
@@ -137,19 +142,31 @@ class Scope:
         """The same place, for a request that asks for a retention class. No I/O."""
         return Scope(self.tenant, self._keys, self.namespace, self.labels, retention_class)
 
+    @property
+    def keys(self) -> TenantKeys:
+        """The tenant's keys; for the core."""
+        return self._keys
+
+    def verdict(self, governor: Governor) -> Verdict:
+        """What the policy in force says of its blocks. Errors as `destination`."""
+        return self._govern(governor).verdict
+
     def destination(self, governor: Governor) -> Destination:
         """Where its blocks go under the policy in force. Asks the policy again when it changed.
 
         Raises:
             CatalogError, StorageError: the policy cannot be read.
         """
+        return Destination(self._keys, self.namespace, self._govern(governor))
+
+    def _govern(self, governor: Governor) -> Governed:
         governed = self._governed
         if governed is None or governed.policy_no < governor.newest:
             governed = governor.govern(
                 self.tenant, self.namespace, self.labels, self.retention_class
             )
             self._governed = governed
-        return Destination(self._keys, self.namespace, governed)
+        return governed
 
 
 class Vault:
@@ -246,6 +263,14 @@ class Vault:
                 options,
                 self._time,
                 space,
+            )
+            self._recorder = Recorder(
+                self._catalog,
+                self._view,
+                self._time,
+                self._counters,
+                clock.monotonic,
+                options.lock_timeout_s,
             )
             self._rewriter = Rewriter(
                 self._catalog,
@@ -488,17 +513,8 @@ class Vault:
             StorageError, CatalogError: the catalog cannot be read or written.
         """
         self._check_open()
-        if not 0 < len(tenant) <= _MAX_TENANT_NAME or not tenant.isprintable():
-            raise UsageError(
-                "that is not a usable tenant name",
-                hint=f"use 1 to {_MAX_TENANT_NAME} printable characters",
-            )
-        texts = [text for pair in (labels or {}).items() for text in pair]
-        if sum(map(len, texts)) > _MAX_LABELS or not all(text.isprintable() for text in texts):
-            raise UsageError(
-                "those are not usable labels",
-                hint=f"use printable text, {_MAX_LABELS} characters in all",
-            )
+        _check_name(tenant, "tenant name")
+        _check_labels(labels or {})
         if namespace.block_bytes > MAX_BLOCK_BYTES:
             raise UsageError(
                 "blocks of that size are not supported", hint=f"at most {MAX_BLOCK_BYTES} bytes"
@@ -562,6 +578,8 @@ class Vault:
         buffers: Sequence[Buffer],
         *,
         guard: Guard | None = None,
+        prompt: Prompt | None = None,
+        ends: Sequence[int] | None = None,
     ) -> PutReport:
         """Encrypt and store blocks; returns when they are committed and findable.
 
@@ -571,11 +589,17 @@ class Vault:
         counted as refused: a cache that cannot store is no error. Committed blocks survive the
         death of any process; a power failure may take the newest ones, which then are misses.
 
+        `prompt`: for which they are stored (see `prompt`), and `ends[i]`, the token of it at which
+        the i-th block ends. Nothing is stored for a prompt that was erased.
+
         Raises:
-            ValueError: a buffer of another size, or as many keys as buffers there are not.
+            ValueError: a buffer of another size, or as many keys as buffers (or ends) there are
+                not.
             ClosedError: the vault is closed or read-only.
         """
         self._check_writable()
+        if prompt is not None and (ends is None or len(ends) != len(keys)):
+            raise ValueError("a prompt's blocks need the token at which each of them ends")
         views = _flat(scope, keys, buffers, writable=False)
         with suppress(KvvaultError):
             self._view.refresh()  # a policy that another process applied governs this store
@@ -593,7 +617,53 @@ class Vault:
         if isinstance(to.under, Governed) and self._would_be_past(to.under):
             self._counters.put(PutReport(refused=len(keys)), scope.namespace.block_bytes)
             return PutReport(refused=len(keys))
-        return self._writer.put(to, ids, views, guard or ALWAYS)
+        if prompt is None:
+            return self._writer.put(to, ids, views, guard or ALWAYS)
+        origins = OfPrompt(prompt, ends or (), self._catalog, self._view)
+        return self._writer.put(to, ids, views, guard or ALWAYS, origins=origins)
+
+    def prompt(
+        self,
+        scope: Scope,
+        *,
+        request_id: str | None = None,
+        subject: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        preview: str | None = None,
+    ) -> Prompt:
+        """A request, for the inventory: what it says of itself goes there when something of it is
+        stored or reused, encrypted under the tenant's key. `preview`: how it begins; kept only if
+        the policy says so. Memory only.
+
+        Raises:
+            UsageError: the subject is no 1 to 256 printable characters, or the labels are not
+                printable or too many.
+        """
+        if subject is not None:
+            _check_name(subject, "subject")
+        _check_labels(labels or {})
+        return Prompt(
+            scope.keys,
+            scope.namespace.digest,
+            partial(scope.verdict, self._governor),
+            request_id=request_id,
+            subject=subject,
+            labels=labels or {},
+            preview=preview,
+            started_at=self._time.steady(),
+        )
+
+    def record(self, prompt: Prompt, chain: Mapping[bytes, int]) -> None:
+        """A request is over, and so are its stores. `chain`: keys of all its blocks, also of those
+        that were reused, each with the token at which it ends; read later, so it must not change.
+        Memory only: never blocks, never raises."""
+        if self._closed or self.read_only or os.getpid() != self._pid:
+            return
+        self._recorder.record(prompt, chain)
+
+    def settle_prompts(self) -> None:
+        """Wait until the inventory has what this process handed over."""
+        self._recorder.settle()
 
     def _would_be_past(self, governed: Governed) -> bool:
         """Whether the clock is so far ahead, and not vouched for, that what is stored now would not
@@ -1070,6 +1140,7 @@ class Vault:
             last_first.callback(self._catalog.close)
             last_first.callback(self._ring.close)
             last_first.callback(self._view.close)
+            last_first.callback(self._recorder.close)
             last_first.callback(self._writer.close)
             last_first.callback(self._leave_word)
 
@@ -1083,6 +1154,23 @@ class Vault:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_name(name: str, what: str) -> None:
+    if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+        raise UsageError(
+            f"that is not a usable {what}", hint=f"use 1 to {_MAX_NAME} printable characters"
+        )
+
+
+def _check_labels(labels: Mapping[str, str]) -> None:
+    texts = [text for pair in labels.items() for text in pair]
+    long = sum(map(len, texts)) > _MAX_LABELS or len(json.dumps(dict(labels))) > MAX_TEXT_BYTES
+    if long or not all(text.isprintable() for text in texts):
+        raise UsageError(
+            "those are not usable labels",
+            hint=f"use printable text, {_MAX_LABELS} characters in all",
+        )
 
 
 def _flat(

@@ -131,6 +131,10 @@ class SegmentGoneError(CatalogError):
         )
 
 
+class PromptGoneError(SegmentGoneError):
+    """The prompt that blocks are to be written for was erased: they are not."""
+
+
 # -- meta ----------------------------------------------------------------------------------------
 
 
@@ -328,8 +332,10 @@ _GROW = """
     WHERE segment_id = ? AND state = 'open' AND blocks = ?
 """
 _ADD_EXTENT = """
-    INSERT INTO extents (segment_id, first_slot, block_ids, nonces, tags) VALUES (?, ?, ?, ?, ?)
+    INSERT INTO extents (segment_id, first_slot, block_ids, nonces, tags, origins)
+    VALUES (?, ?, ?, ?, ?, ?)
 """
+_PROMPT_LIVES = "SELECT 1 FROM prompts WHERE prompt_no = ? AND gone = 0"
 _SEGMENT_COLUMNS = tuple(column.name for column in t.segments.columns)
 _NEW_SEGMENTS = str(
     select(t.segments)
@@ -347,20 +353,31 @@ _NEW_EXTENTS = """
 """
 
 
-def add_extent(connection: Connection, extent: Extent) -> None:
+def add_extent(connection: Connection, extent: Extent, prompt_no: int | None = None) -> None:
     """Commit written slots. The segment must still be open and end exactly where they begin, so
-    committed slots are always a prefix of the file.
+    committed slots are always a prefix of the file. `prompt_no`: the prompt whose blocks these are,
+    which must not have been erased meanwhile (8 microseconds an extent, measured).
 
     Raises:
         SegmentGoneError: it is not, or does not.
+        PromptGoneError: the prompt was erased.
     """
+    if prompt_no is not None and not direct(connection, _PROMPT_LIVES, (prompt_no,))[0]:
+        raise PromptGoneError
     _, grown = direct(connection, _GROW, (extent.count, extent.segment_id, extent.first_slot))
     if grown != 1:
         raise SegmentGoneError
     direct(
         connection,
         _ADD_EXTENT,
-        (extent.segment_id, extent.first_slot, extent.block_ids, extent.nonces, extent.tags),
+        (
+            extent.segment_id,
+            extent.first_slot,
+            extent.block_ids,
+            extent.nonces,
+            extent.tags,
+            extent.origins or None,
+        ),
     )
 
 
@@ -519,10 +536,10 @@ def list_revoked(connection: Connection) -> list[RevokedBlock]:
 
 
 def list_extents(connection: Connection, segment_id: bytes) -> list[Extent]:
-    """One segment's extents in the order of their slots; damaged rows left out."""
+    """One segment's extents in the order of their slots, origins and all; damaged rows left out."""
     e = t.extents.c
     rows = connection.execute(
-        select(e.segment_id, e.first_slot, e.block_ids, e.nonces, e.tags)
+        select(e.segment_id, e.first_slot, e.block_ids, e.nonces, e.tags, e.origins)
         .where(e.segment_id == segment_id)
         .order_by(e.first_slot)
     )
@@ -531,12 +548,16 @@ def list_extents(connection: Connection, segment_id: bytes) -> list[Extent]:
 
 def _extent(fields: Sequence[object]) -> list[Extent]:
     """The row's extent, or nothing when a field has not the type it should (its blocks miss)."""
-    segment_id, first_slot, block_ids, nonces, tags = fields
+    segment_id, first_slot, block_ids, nonces, tags, *origins = fields
     try:
         if not isinstance(first_slot, int | float):
             return []
         slot = int(first_slot)
-        return [Extent(_blob(segment_id), slot, _blob(block_ids), _blob(nonces), _blob(tags))]
+        # Whose a block is does not matter to who reads it: damage there makes it nobody's.
+        whose = [o for o in origins if isinstance(o, bytes) and len(o) * 2 == len(_blob(block_ids))]
+        return [
+            Extent(_blob(segment_id), slot, _blob(block_ids), _blob(nonces), _blob(tags), *whose)
+        ]
     except (TypeError, ValueError, OverflowError):
         return []
 
