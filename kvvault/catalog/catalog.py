@@ -51,7 +51,8 @@ class Catalog:
 
     @classmethod
     def open(cls, path: Path, *, create: bool = False, read_only: bool = False) -> Catalog:
-        """Open a catalog, upgrading its schema; `create` makes a new one.
+        """Open a catalog, upgrading its schema; `create` makes a new one. With `read_only` nothing
+        is upgraded: what is older is refused, as it lacks columns that are read.
 
         Raises:
             FileNotFoundError: there is none (and `create` is false).
@@ -69,7 +70,14 @@ class Catalog:
             migrate.upgrade(engine)
             engine.dispose()
             sync_log(path)
-        return cls(path, read_only=read_only)
+        catalog = cls(path, read_only=read_only)
+        if read_only:
+            try:
+                catalog.read(migrate.refuse_others)
+            except BaseException:
+                catalog.close()
+                raise
+        return catalog
 
     def submit(self, operation: Callable[[Connection], _T], *, durable: bool = False) -> Future[_T]:
         """Queue a write; see `kvvault.catalog.writer` for what `durable` means."""

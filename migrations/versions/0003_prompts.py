@@ -11,6 +11,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from kvvault.errors import UnsupportedVersionError
+
 revision = "0003"
 down_revision = "0002"
 branch_labels = None
@@ -143,6 +145,22 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    # An older kvvault knows neither: it would serve what was erased, and delete what is held.
+    live = "SELECT segment_id FROM segments WHERE state IN ('open', 'sealed')"
+    known = {
+        "erased blocks in segments that live": f"revoked_blocks WHERE segment_id IN ({live})",
+        "holds on subjects or prompts": (
+            "holds WHERE kind IN ('subject', 'prompt') AND cleared_at IS NULL"
+        ),
+    }
+    for what, where in known.items():
+        query = f"SELECT count(*) FROM {where}"  # noqa: S608 - our own words
+        found = op.get_bind().execute(sa.text(query)).scalar_one()
+        if found:
+            raise UnsupportedVersionError(
+                f"the catalog has {found} {what}, which revision {down_revision} cannot express",
+                hint="finish the erasure, clear the holds, then try again",
+            )
     for table in (
         "receipts",
         "checkpoints",
