@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
 from sqlalchemy import Connection
 
+from kvvault.audit.receipts import AUTOMATIC, DeletionFacts, Issuer, Kept
 from kvvault.catalog import operations, retention
 from kvvault.catalog.catalog import Catalog
-from kvvault.errors import HeldError, StorageError
+from kvvault.catalog.log import Fact
+from kvvault.errors import ClosedError, HeldError, StorageError
 from kvvault.keyring import KeyRing
 from kvvault.model import SegmentFacts
 from kvvault.options import VaultOptions
@@ -136,6 +138,7 @@ class Eraser:
         ring: KeyRing,
         time: VaultTime,
         options: VaultOptions,
+        issuer: Issuer,
     ) -> None:
         self._catalog = catalog
         self._directory = directory
@@ -144,6 +147,7 @@ class Eraser:
         self._ring = ring
         self._time = time
         self._options = options
+        self._issuer = issuer
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -236,21 +240,27 @@ class Eraser:
         ids = [facts.segment_id for facts in plan.segments]
         now = self._time.steady()
 
+        scope = self._scope(plan)
+
         def revoke(connection: Connection) -> retention.Revoked:
             if plan.tenant_id is not None:
-                return retention.forget_tenant(
-                    connection, plan.tenant_id, now=now, actor=actor, reason=reason
+                done = retention.forget_tenant(
+                    connection, plan.tenant_id, now=now, actor=actor, reason=reason, about=scope
                 )
-            expired_by = now if plan.trigger is Trigger.EXPIRE else None
-            return retention.revoke(
-                connection,
-                ids,
-                trigger=plan.trigger.value,
-                now=now,
-                actor=actor,
-                reason=reason,
-                expired_by=expired_by,
-            )
+            else:
+                expired_by = now if plan.trigger is Trigger.EXPIRE else None
+                done = retention.revoke(
+                    connection,
+                    ids,
+                    trigger=plan.trigger.value,
+                    now=now,
+                    actor=actor,
+                    reason=reason,
+                    expired_by=expired_by,
+                    about=scope,
+                )
+            self._certify(connection, plan, done, scope, now, actor, reason)
+            return done
 
         if not ids and plan.tenant_id is None:
             if plan.trigger is not Trigger.EVICT:
@@ -273,10 +283,7 @@ class Eraser:
         if plan.tenant_id is not None:  # only now: had the write failed, the tenant would live on
             self._ring.drop(plan.tenant_id)
         self._finish(done.segment_ids)
-        sizes = {facts.segment_id: facts.block_bytes for facts in plan.segments}
-        copied = [one for one in plan.survivors if one.segment_id in done.segment_ids]
-        kept = sum(len(one.slots) for one in copied)
-        kept_bytes = sum(len(one.slots) * sizes[one.segment_id] for one in copied)
+        kept, kept_bytes = _copied(plan, done)
         return DeletionReport(
             plan.trigger,
             len(done.segment_ids),
@@ -284,6 +291,55 @@ class Eraser:
             done.data_bytes - kept_bytes,
             done.held + len(plan.held),
             now,
+        )
+
+    def _scope(self, plan: DeletionPlan) -> dict[str, Fact]:
+        """What was asked for, as log and receipt may say it: keyed ids. No I/O; of a tenant whose
+        keys are not open nothing can be said."""
+        tenant_id = plan.tenant_id
+        if tenant_id is None and plan.targets is not None:
+            tenant_id = plan.targets.tenant_id
+        if tenant_id is None:
+            return {}
+        keys = self._ring.known(tenant_id)
+        try:
+            return {"tenant": None if keys is None else keys.keyed_id("log", b"tenant").hex()}
+        except ClosedError:  # forgotten a moment ago
+            return {"tenant": None}
+
+    def _certify(
+        self,
+        connection: Connection,
+        plan: DeletionPlan,
+        done: retention.Revoked,
+        scope: Mapping[str, Fact],
+        now: float,
+        actor: str,
+        reason: str,
+    ) -> None:
+        """Issue the first receipt of what was just revoked."""
+        if done.deletion_no is None or plan.trigger.value in AUTOMATIC:
+            return
+        kept, kept_bytes = _copied(plan, done)
+        held_bytes = sum(facts.data_bytes for facts in plan.held)
+        self._issuer.revoked(
+            connection,
+            DeletionFacts(
+                deletion_no=done.deletion_no,
+                trigger=plan.trigger.value,
+                actor=actor,
+                reason=reason,
+                revoked_at=now,
+                segment_ids=done.segment_ids,
+                blocks=done.blocks - kept,
+                data_bytes=done.data_bytes - kept_bytes,
+                scope=scope,
+                kept=Kept(
+                    held_segments=done.held + len(plan.held),
+                    held_blocks=sum(facts.blocks for facts in plan.held),
+                    held_bytes=held_bytes,
+                ),
+            ),
         )
 
     def settle(self) -> None:
@@ -347,6 +403,16 @@ class Eraser:
                 log.error("the file of a deleted segment stays: %s", exc)
                 kept.add(segment_id)
         return kept
+
+
+def _copied(plan: DeletionPlan, done: retention.Revoked) -> tuple[int, int]:
+    """Blocks, and bytes of them, that were copied before their segments went."""
+    sizes = {facts.segment_id: facts.block_bytes for facts in plan.segments}
+    copied = [one for one in plan.survivors if one.segment_id in done.segment_ids]
+    return (
+        sum(len(one.slots) for one in copied),
+        sum(len(one.slots) * sizes[one.segment_id] for one in copied),
+    )
 
 
 def _held(segments: int) -> HeldError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,6 +22,9 @@ from sqlalchemy import Connection
 
 from kvvault import inventory, keylooking, layout
 from kvvault.applying import Applier, PolicyDiff
+from kvvault.audit.checkpoint import VerifierKey, origin_of
+from kvvault.audit.receipts import Issuer
+from kvvault.catalog import log as audit_log
 from kvvault.catalog import operations, purging, retention
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import TenantRow
@@ -195,6 +199,7 @@ class Vault:
                 self._governor = Governor(self._catalog, self._ring)
                 inherited = False
                 if not read_only:
+                    self._ring.ensure_signer(self._catalog, self._note_signing_key)
                     self._prune_tombstones()
                     inherited = self._ensure_policy(policy)
                 # Tells others that the catalog is in use: nobody may replace it or forget its dead.
@@ -210,6 +215,12 @@ class Vault:
                 self._reader = Reader(
                     self._view, self._fence, self._counters, self._time, options.batch_bytes
                 )
+                self._issuer = Issuer(
+                    self._vault_id,
+                    lambda: self._ring.signer,
+                    provider.describe(),
+                    socket.gethostname(),
+                )
                 self._holder = Holder(self._catalog, self._ring)
                 self._eraser = Eraser(
                     self._catalog,
@@ -219,6 +230,7 @@ class Vault:
                     self._ring,
                     self._time,
                     options,
+                    self._issuer,
                 )
                 self._applier = Applier(
                     self._catalog, self._ring, self._eraser, self._time, self._governor
@@ -415,9 +427,7 @@ class Vault:
     ) -> KeyRing | None:
         if root is None or layout.keys_vanished(descriptor, self._provider, root.epoch):
             return None
-        return KeyRing.open(
-            self._provider, self._vault_id, root.epoch, root.lookup_key, self._clock
-        )
+        return KeyRing.open(self._provider, self._vault_id, root, self._clock)
 
     def _start_empty(self, path: Path) -> tuple[Catalog, KeyRing]:
         """
@@ -434,6 +444,9 @@ class Vault:
             operations.put_meta(connection, "vault_id", self._vault_id)
             operations.put_meta(connection, "root_epoch", lookup.epoch.encode())
             operations.put_meta(connection, "lookup_key", lookup.key)
+            audit_log.append(
+                connection, "vault-created", self._clock.now(), {"root_key": lookup.epoch}
+            )
 
         try:
             catalog.write(write)
@@ -441,6 +454,10 @@ class Vault:
             catalog.close()
             raise
         return catalog, ring
+
+    def _note_signing_key(self, connection: Connection, public_key: bytes) -> None:
+        facts = {"public_key": VerifierKey(origin_of(self._vault_id), public_key).text}
+        audit_log.append(connection, "signing-key-made", self._clock.now(), facts)
 
     def _ensure_policy(self, policy: Policy | None) -> bool:
         """A vault is never without one: a new one starts with `policy` or the shipped default, one
@@ -820,6 +837,7 @@ class Vault:
             self._time,
             self._clock,
             self.options,
+            self._issuer,
         ).run()
 
     def purge_is_due(self) -> bool:

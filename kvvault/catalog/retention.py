@@ -4,7 +4,7 @@ see `kvvault.catalog.operations`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import (
@@ -21,8 +21,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from kvvault.catalog import operations
+from kvvault.catalog import log, operations
 from kvvault.catalog import schema as t
+from kvvault.catalog.log import Fact
 from kvvault.catalog.operations import LIVE, next_change
 from kvvault.model import SegmentFacts
 
@@ -208,6 +209,8 @@ class Revoked:
     """Segments that a hold kept."""
     refused: bool = False
     """Nothing was done, because of a hold."""
+    deletion_no: int | None = None
+    """Its row in `deletions`; None when there was nothing to delete."""
 
 
 def revoke(
@@ -219,9 +222,15 @@ def revoke(
     actor: str,
     reason: str,
     expired_by: float | None = None,
+    about: Mapping[str, Fact] | None = None,
+    always: bool = False,
 ) -> Revoked:
     """Destroy the wrapped keys of those of these segments that live and that no hold keeps; with
-    `expired_by`, only of those whose deadline has come by then. Writes it down."""
+    `expired_by`, only of those whose deadline has come by then. Writes it down, in the audit log as
+    well (but for `reason`: somebody's words); with `always` also when nothing was left to go.
+
+    :param about: what else the log says of it; keyed ids only.
+    """
     s = t.segments.c
     ids: list[bytes] = []
     blocks = data_bytes = kept = 0
@@ -240,27 +249,74 @@ def revoke(
         ids += [operations.blob(row[0], "a segment") for row in free]
         blocks += sum(int(row[1]) for row in free)
         data_bytes += sum(int(row[1]) * int(row[2]) for row in free)
-    if ids:
-        operations.revoke_segments(connection, ids)
-        connection.execute(
-            insert(t.deletions).values(
-                trigger=trigger,
-                actor=actor,
-                reason=reason,
-                segments=len(ids),
-                blocks=min(blocks, _MOST),
-                # What a damaged row claims must not keep the others from going.
-                data_bytes=min(data_bytes, _MOST),
-                revoked_at=now,
-            )
+    if not ids and not always:
+        return Revoked(held=kept)
+    operations.revoke_segments(connection, ids)
+    number = add_deletion(
+        connection,
+        trigger=trigger,
+        now=now,
+        actor=actor,
+        reason=reason,
+        segments=len(ids),
+        blocks=blocks,
+        data_bytes=data_bytes,
+        about={**(about or {}), "held": kept},
+    )
+    return Revoked(tuple(ids), blocks, data_bytes, kept, deletion_no=number)
+
+
+def add_deletion(
+    connection: Connection,
+    *,
+    trigger: str,
+    now: float,
+    actor: str,
+    reason: str,
+    segments: int,
+    blocks: int,
+    data_bytes: int,
+    about: Mapping[str, Fact],
+) -> int:
+    """Write down that something was revoked, in `deletions` and in the audit log; its number."""
+    number = connection.execute(
+        insert(t.deletions)
+        .values(
+            trigger=trigger,
+            actor=actor,
+            reason=reason,
+            segments=segments,
+            # What a damaged row claims must not keep the others from going.
+            blocks=min(blocks, _MOST),
+            data_bytes=min(data_bytes, _MOST),
+            revoked_at=now,
         )
-    return Revoked(tuple(ids), blocks, data_bytes, kept)
+        .returning(t.deletions.c.deletion_no)
+    ).scalar_one()
+    facts: dict[str, Fact] = {
+        **about,
+        "deletion": int(number),
+        "trigger": trigger,
+        "actor": actor,
+        "segments": segments,
+        "blocks": blocks,
+        "bytes": data_bytes,
+    }
+    log.append(connection, "deletion", now, facts)
+    return int(number)
 
 
 def forget_tenant(
-    connection: Connection, tenant_id: bytes, *, now: float, actor: str, reason: str
+    connection: Connection,
+    tenant_id: bytes,
+    *,
+    now: float,
+    actor: str,
+    reason: str,
+    about: Mapping[str, Fact] | None = None,
 ) -> Revoked:
-    """Destroy a tenant's keys and revoke all it has, unless a hold keeps any of it.
+    """Destroy a tenant's keys and revoke all it has, unless a hold keeps any of it. Written down
+    also when it had nothing left: its keys go.
 
     Deleting the tenant's row alone makes everything of it unreadable: its key is in no other place.
     """
@@ -275,6 +331,8 @@ def forget_tenant(
         now=now,
         actor=actor,
         reason=reason,
+        about=about,
+        always=True,
     )
     connection.execute(delete(t.tenants).where(t.tenants.c.tenant_id == tenant_id))
     return done
