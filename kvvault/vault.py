@@ -23,6 +23,7 @@ from sqlalchemy import Connection
 from kvvault import inventory, keylooking, layout
 from kvvault.applying import Applier, PolicyDiff
 from kvvault.audit.checkpoint import VerifierKey, origin_of
+from kvvault.audit.log import AuditLog
 from kvvault.audit.receipts import Issuer
 from kvvault.catalog import log as audit_log
 from kvvault.catalog import operations, purging, retention
@@ -919,9 +920,20 @@ class Vault:
         """
         self._check_writable()
         ahead, wall = self._time.ahead_s, self._clock.now()
-        self._catalog.write(lambda c: retention.raise_mark(c, wall))
+
+        def write(connection: Connection) -> None:
+            retention.raise_mark(connection, wall)
+            audit_log.append(connection, "clock-accepted", wall, {"ahead_s": round(ahead, 3)})
+
+        self._catalog.write(write)
         self._time.adopt(wall)
         return ahead
+
+    @property
+    def audit(self) -> AuditLog:
+        """The audit log, its checkpoints and receipts."""
+        self._check_open()
+        return AuditLog(self._catalog, self._vault_id, lambda: self._ring.signer, self._time.steady)
 
     def _mark_time(self) -> None:
         now = self._time.steady()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import rfc8785
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, Float, LargeBinary, cast, func, insert, select
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from kvvault.catalog import schema as t
@@ -67,11 +67,21 @@ def _sayable(value: Any) -> Any:
     return value
 
 
+def raw(body: str) -> bytes:
+    """The bytes of an entry, also of one that an edit left without being text."""
+    return body.encode("utf-8", "surrogateescape")
+
+
+def text(value: object) -> str:
+    """The reverse, of a column that was read as a BLOB."""
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else ""
+
+
 def link_of(body: str) -> str:
     """What the next entry says of this one: half of its SHA-256, in hex. It shows which entry was
     edited or taken out by somebody who did not write all later ones anew; against those there are
     checkpoints."""
-    return hashlib.sha256(body.encode()).hexdigest()[:32]
+    return hashlib.sha256(raw(body)).hexdigest()[:32]
 
 
 def append(connection: Connection, kind: str, at: float, facts: Mapping[str, Fact]) -> int:
@@ -80,13 +90,13 @@ def append(connection: Connection, kind: str, at: float, facts: Mapping[str, Fac
     entry = t.log_entries.c
     newest = connection.execute(
         # An index that nobody can have come to must not keep what happens from being written down.
-        select(entry.entry_no, entry.body)
+        select(entry.entry_no, cast(entry.body, LargeBinary))
         .where(entry.entry_no.between(0, _MOST))
         .order_by(entry.entry_no.desc())
         .limit(1)
     ).first()
     index = 0 if newest is None else int(newest[0]) + 1
-    link = {} if newest is None else {"prev": link_of(str(newest[1]))}
+    link = {} if newest is None else {"prev": link_of(text(newest[1]))}
     body = canonical({**facts, "kind": kind, "at": round(at, 3), **link})
     connection.execute(insert(t.log_entries).values(entry_no=index, body=body))
     return index
@@ -105,18 +115,21 @@ def entries(connection: Connection, start: int = 0, limit: int = -1) -> Sequence
     """Entries from `start` on, in order, at most `limit`: index and body. As the rows say."""
     entry = t.log_entries.c
     rows = connection.execute(
-        select(entry.entry_no, entry.body)
+        select(entry.entry_no, cast(entry.body, LargeBinary))
         .where(entry.entry_no >= start)
         .order_by(entry.entry_no)
         .limit(limit)
     )
-    return [(int(row[0]), str(row[1])) for row in rows]
+    return [(int(row[0]), text(row[1])) for row in rows]
 
 
 def checkpoints(connection: Connection) -> Sequence[CheckpointRow]:
     """Those that are kept, smallest first."""
-    rows = connection.execute(select(t.checkpoints).order_by(t.checkpoints.c.size))
-    return [CheckpointRow(int(row[0]), str(row[1]), float(row[2])) for row in rows]
+    c = t.checkpoints.c
+    rows = connection.execute(
+        select(c.size, cast(c.note, LargeBinary), cast(c.made_at, Float)).order_by(c.size)
+    )
+    return [CheckpointRow(int(row[0]), text(row[1]), float(row[2] or 0)) for row in rows]
 
 
 def add_checkpoint(connection: Connection, size: int, note: str, now: float) -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, insert, select
+from sqlalchemy import ColumnElement, Connection, LargeBinary, cast, insert, select
 
+from kvvault.catalog import log
 from kvvault.catalog import schema as t
 from kvvault.catalog.operations import chunks
 
@@ -78,7 +79,19 @@ def of_deletions(
 
 
 def _select(connection: Connection, *where: ColumnElement[bool]) -> Sequence[ReceiptRow]:
-    rows = connection.execute(select(t.receipts).where(*where).order_by(t.receipts.c.receipt_no))
+    r = t.receipts.c
+    rows = connection.execute(
+        select(
+            r.receipt_no,
+            r.receipt_id,
+            r.deletion_no,
+            cast(r.phase, LargeBinary),
+            r.entry_no,
+            cast(r.document, LargeBinary),
+        )
+        .where(*where)
+        .order_by(r.receipt_no)
+    )
     return [_row(row) for row in rows]
 
 
@@ -93,9 +106,9 @@ def _row(row: Sequence[object]) -> ReceiptRow:
         int(str(no)),
         receipt_id if isinstance(receipt_id, bytes) else b"",
         deletion_no if isinstance(deletion_no, int) else None,
-        str(phase),
+        log.text(phase),
         entry_no if isinstance(entry_no, int) else -1,
-        str(document),
+        log.text(document),
     )
 
 

@@ -350,7 +350,10 @@ def add_policy(
         .values(digest=digest, sealed_source=sealed_source, applied_at=now, actor=actor)
         .returning(t.policies.c.policy_no)
     )
-    return int(result.scalar_one())
+    number = int(result.scalar_one())
+    facts: dict[str, Fact] = {"policy": number, "sha256": digest.hex(), "actor": actor}
+    log.append(connection, "policy-applied", now, facts)
+    return number
 
 
 def current_policy(connection: Connection) -> PolicyRow | None:
