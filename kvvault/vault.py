@@ -538,8 +538,16 @@ class Vault:
                     "the catalog is not complete", hint="close the vault and open it again"
                 )
             made, opened = self._ring.create_tenant(name, root.epoch)
+
+            def write(connection: Connection) -> TenantRow:
+                kept = purging.add_tenant(connection, made)
+                if kept is made:
+                    facts = {"tenant": opened.keyed_id("log", b"tenant").hex()}
+                    audit_log.append(connection, "tenant-key-made", made.created_at, facts)
+                return kept
+
             try:
-                kept = self._catalog.write(lambda c: purging.add_tenant(c, made))
+                kept = self._catalog.write(write)
             except BaseException:
                 opened.close()
                 raise
