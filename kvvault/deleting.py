@@ -13,16 +13,25 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 
 from sqlalchemy import Connection
 
+from kvvault.audit.receipts import (
+    AUTOMATIC,
+    TECHNICAL,
+    DeletionFacts,
+    EngineCopy,
+    Issuer,
+    Kept,
+)
 from kvvault.catalog import operations, retention, revoking
 from kvvault.catalog.catalog import Catalog
-from kvvault.errors import HeldError, StorageError
+from kvvault.catalog.log import Fact
+from kvvault.errors import ClosedError, HeldError, StorageError
 from kvvault.keyring import KeyRing
 from kvvault.model import SegmentFacts
 from kvvault.options import VaultOptions
@@ -107,6 +116,18 @@ class DeletionPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Particulars:
+    """What log and receipt say of a deletion besides what it did. Nothing personal."""
+
+    scope: Mapping[str, Fact] = field(default_factory=dict)
+    """What was asked for, in keyed ids."""
+    prompts: int | None = None
+    """How many went; None when it was not by prompt."""
+    kept: Kept = field(default_factory=Kept)
+    engine: tuple[EngineCopy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class DeletionReport:
     """What was done."""
 
@@ -147,6 +168,7 @@ class Eraser:
         ring: KeyRing,
         time: VaultTime,
         options: VaultOptions,
+        issuer: Issuer,
     ) -> None:
         self._catalog = catalog
         self._directory = directory
@@ -155,6 +177,7 @@ class Eraser:
         self._ring = ring
         self._time = time
         self._options = options
+        self._issuer = issuer
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -256,24 +279,32 @@ class Eraser:
         ids = [facts.segment_id for facts in plan.segments]
         now = self._time.steady()
 
+        scope = self.scope(plan)
+
         def revoke(connection: Connection) -> retention.Revoked:
             if unless is not None and unless(connection):
                 return retention.Revoked()
             if plan.tenant_id is not None:
-                return retention.forget_tenant(
-                    connection, plan.tenant_id, now=now, actor=actor, reason=reason
+                done = retention.forget_tenant(
+                    connection, plan.tenant_id, now=now, actor=actor, reason=reason, about=scope
                 )
-            expired_by = now if plan.trigger is Trigger.EXPIRE else None
-            return retention.revoke(
-                connection,
-                ids,
-                trigger=plan.trigger.value,
-                now=now,
-                actor=actor,
-                reason=reason,
-                expired_by=expired_by,
-                compacting=plan.trigger is Trigger.COMPACT,
+            else:
+                expired_by = now if plan.trigger is Trigger.EXPIRE else None
+                done = retention.revoke(
+                    connection,
+                    ids,
+                    trigger=plan.trigger.value,
+                    now=now,
+                    actor=actor,
+                    reason=reason,
+                    expired_by=expired_by,
+                    compacting=plan.trigger is Trigger.COMPACT,
+                    about=scope,
+                )
+            self.certify(
+                connection, plan, done, Particulars(scope), now=now, actor=actor, reason=reason
             )
+            return done
 
         if not ids and plan.tenant_id is None:
             if plan.trigger is not Trigger.EVICT:
@@ -303,6 +334,55 @@ class Eraser:
             done.data_bytes,
             done.held + len(plan.held),
             now,
+        )
+
+    def scope(self, plan: DeletionPlan) -> dict[str, Fact]:
+        """What was asked for, as log and receipt may say it: keyed ids. No I/O; of a tenant whose
+        keys are not open nothing can be said."""
+        tenant_id = plan.targets[0].tenant_id if plan.targets else plan.tenant_id
+        if tenant_id is None:
+            return {}
+        keys = self._ring.known(tenant_id)
+        try:
+            return {"tenant": None if keys is None else keys.keyed_id("log", b"tenant").hex()}
+        except ClosedError:  # forgotten a moment ago
+            return {"tenant": None}
+
+    def certify(
+        self,
+        connection: Connection,
+        plan: DeletionPlan,
+        done: retention.Revoked,
+        particulars: Particulars,
+        *,
+        now: float,
+        actor: str,
+        reason: str,
+    ) -> None:
+        """Issue the first receipt of what was just revoked, in the transaction that did it."""
+        if done.deletion_no is None or plan.trigger.value in {*AUTOMATIC, TECHNICAL}:
+            return
+        self._issuer.revoked(
+            connection,
+            DeletionFacts(
+                deletion_no=done.deletion_no,
+                trigger=plan.trigger.value,
+                actor=actor,
+                reason=reason,
+                revoked_at=now,
+                segment_ids=done.segment_ids,
+                blocks=done.blocks,
+                data_bytes=done.data_bytes,
+                scope=particulars.scope,
+                prompts=particulars.prompts,
+                engine=particulars.engine,
+                kept=replace(
+                    particulars.kept,
+                    held_segments=done.held + len(plan.held),
+                    held_blocks=sum(facts.blocks for facts in plan.held),
+                    held_bytes=sum(facts.data_bytes for facts in plan.held),
+                ),
+            ),
         )
 
     def settle(self) -> None:

@@ -21,7 +21,14 @@ from sqlalchemy import Connection
 
 from kvvault.catalog import operations, retention, revoking
 from kvvault.catalog.catalog import Catalog
-from kvvault.deleting import DeletionPlan, DeletionReport, Eraser, Targets, Trigger
+from kvvault.deleting import (
+    DeletionPlan,
+    DeletionReport,
+    Eraser,
+    Particulars,
+    Targets,
+    Trigger,
+)
 from kvvault.errors import KvvaultError
 from kvvault.model import SegmentFacts
 from kvvault.rewriting import Rewriter
@@ -33,8 +40,8 @@ _ROUNDS = 5
 """How often a deletion looks whether its blocks were stored again meanwhile, and a compaction
 whether more of a segment was revoked."""
 
-Also = Callable[[Connection, int], None]
-"""What else belongs into the transaction that revokes; it is given the deletion's number."""
+Also = Callable[[Connection], None]
+"""What else belongs into the transaction that revokes."""
 
 
 class BlockEraser:
@@ -49,23 +56,31 @@ class BlockEraser:
         self._time = time
 
     def execute(
-        self, plan: DeletionPlan, *, actor: str, reason: str, also: Also | None = None
+        self,
+        plan: DeletionPlan,
+        *,
+        actor: str,
+        reason: str,
+        particulars: Particulars | None = None,
+        also: Also | None = None,
     ) -> DeletionReport:
         """Delete single blocks wherever they are now. When it returns, none of them that no hold
-        keeps is served by any process.
+        keeps is served by any process. `also` belongs to it: it happens, and is written down, even
+        when no block is left to go.
 
         Raises:
             VaultLockedError: a stopped process is in the middle of publishing a load, or of copying
                 a segment; what was found is revoked all the same.
             StorageError, CatalogError: nothing, or not everything, is revoked.
         """
-        report = self._revoke(plan, actor, reason, also)
+        said = particulars or Particulars(self._eraser.scope(plan))
+        report = self._revoke(plan, actor, reason, said, also)
         with self._rewriter.alone():
             for _ in range(_ROUNDS):
                 again = self._eraser.plan_blocks(plan.targets, plan.trigger)
                 if not again.segments:
                     break
-                report += self._revoke(again, actor, reason, None)
+                report += self._revoke(again, actor, reason, said, None)
             return replace(report, waiting_segments=self._compact())
 
     def compact(self) -> int:
@@ -81,7 +96,12 @@ class BlockEraser:
             return self._compact()
 
     def _revoke(
-        self, plan: DeletionPlan, actor: str, reason: str, also: Also | None
+        self,
+        plan: DeletionPlan,
+        actor: str,
+        reason: str,
+        particulars: Particulars,
+        also: Also | None,
     ) -> DeletionReport:
         now = self._time.steady()
         places = {
@@ -89,17 +109,21 @@ class BlockEraser:
         }
 
         def write(connection: Connection) -> retention.Revoked:
-            done, number = revoking.revoke_blocks(
+            done = revoking.revoke_blocks(
                 connection,
                 places,
                 trigger=plan.trigger.value,
                 now=now,
                 actor=actor,
                 reason=reason,
-                even_nothing=also is not None,
+                about=particulars.scope,
+                always=also is not None,
             )
-            if also is not None and number is not None:
-                also(connection, number)
+            if also is not None:
+                also(connection)
+            self._eraser.certify(
+                connection, plan, done, particulars, now=now, actor=actor, reason=reason
+            )
             return done
 
         done = self._catalog.write(write)
@@ -161,4 +185,5 @@ class BlockEraser:
         if block_ids and facts.tenant_id is not None:
             targets = Targets(facts.tenant_id, facts.namespace_digest, frozenset(block_ids))
             plan = self._eraser.plan_blocks([targets], Trigger.ERASE)
-            self._revoke(plan, "kvvault", "revoked while they were copied", None)
+            said = Particulars(self._eraser.scope(plan))
+            self._revoke(plan, "kvvault", "revoked while they were copied", said, None)

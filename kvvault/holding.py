@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from kvvault import inventory
 from kvvault.catalog import holds, operations
@@ -92,8 +93,20 @@ class Holder:
     def _place(self, kind: HoldKind, target: bytes, reason: str, actor: str, now: float) -> Hold:
         check_text("reason", reason)
         check_text("actor", actor)
+        keys = self._ring.known(target) if kind is HoldKind.TENANT else None
+        known_as = target.hex() if kind is HoldKind.SEGMENT else None
+        if keys is not None:
+            known_as = keys.keyed_id("log", b"tenant").hex()
         row = self._catalog.write(
-            lambda c: holds.place(c, kind.value, target, reason=reason, actor=actor, now=now)
+            partial(
+                holds.place,
+                kind=kind.value,
+                target=target,
+                reason=reason,
+                actor=actor,
+                now=now,
+                known_as=known_as,
+            )
         )
         if row is None and kind is HoldKind.TENANT:
             raise _unknown_tenant()

@@ -191,7 +191,7 @@ def check(catalog: Catalog, provider: KeyProvider, vault_id: bytes) -> KeyCheck:
 
     Raises:
         StorageError, CatalogError: the catalog cannot be read.
-        VaultKeyError: the vault's lookup key does not open.
+        VaultKeyError: the vault's lookup key or signing key does not open.
     """
     while True:
         rows = catalog.read(_read)
@@ -204,6 +204,9 @@ def check(catalog: Catalog, provider: KeyProvider, vault_id: bytes) -> KeyCheck:
             keys.open_lookup(
                 provider, WrappedLookup(rows.root.epoch, rows.root.lookup_key), vault_id
             ).close()
+            if rows.root.signing_key is not None:
+                epoch, wrapped = rows.root.epoch, rows.root.signing_key
+                keys.open_signing(provider, epoch, wrapped, vault_id).close()
             found = _check(rows, rows.root, provider, vault_id)
         except KvvaultError:
             if catalog.read(purging.root) == rows.root:

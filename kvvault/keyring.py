@@ -15,9 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from sqlalchemy import Connection
+
 from kvvault.catalog import operations, purging
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import TenantRow
+from kvvault.catalog.purging import Root
 from kvvault.crypto import keys
 from kvvault.crypto.aead import SegmentCipher, random_id
 from kvvault.crypto.keys import (
@@ -28,6 +31,7 @@ from kvvault.crypto.keys import (
     WrappedTenant,
 )
 from kvvault.crypto.providers.base import KeyProvider
+from kvvault.crypto.signing import Signer
 from kvvault.errors import KeyDestroyedError, KeyUnavailableError, WrongKeyError
 from kvvault.model import Clock
 
@@ -44,28 +48,38 @@ class KeyRing:
     """Opens tenants' keys through the provider and remembers them."""
 
     def __init__(
-        self, provider: KeyProvider, vault_id: bytes, epoch: str, lookup: LookupKey, clock: Clock
+        self,
+        provider: KeyProvider,
+        vault_id: bytes,
+        epoch: str,
+        lookup: LookupKey,
+        clock: Clock,
+        signer: Signer | None = None,
     ) -> None:
         self._provider = provider
         self._vault_id = vault_id
         self._settled = epoch
         self._lookup = lookup
+        self._signer = signer
         self._clock = clock
         self._lock = threading.Lock()
         self._open: dict[bytes, TenantKeys] = {}
         self._not_before = float("-inf")
 
     @classmethod
-    def open(
-        cls, provider: KeyProvider, vault_id: bytes, epoch: str, wrapped_lookup: bytes, clock: Clock
-    ) -> KeyRing:
-        """Unwrap the vault's lookup key, which shows that the provider has the right root key.
+    def open(cls, provider: KeyProvider, vault_id: bytes, root: Root, clock: Clock) -> KeyRing:
+        """Unwrap the vault's own keys, which shows that the provider has the right root key.
 
         Raises:
             WrongKeyError, KeyUnavailableError, KeyDestroyedError: see `KeyProvider`.
         """
-        lookup = keys.open_lookup(provider, WrappedLookup(epoch, wrapped_lookup), vault_id)
-        return cls(provider, vault_id, epoch, lookup, clock)
+        lookup = keys.open_lookup(provider, WrappedLookup(root.epoch, root.lookup_key), vault_id)
+        try:
+            signer = _open_signer(provider, vault_id, root)
+        except BaseException:
+            lookup.close()
+            raise
+        return cls(provider, vault_id, root.epoch, lookup, clock, signer)
 
     @classmethod
     def create(
@@ -75,6 +89,52 @@ class KeyRing:
         epoch = provider.create_epoch()
         wrapped, lookup = keys.new_lookup(provider, epoch, vault_id)
         return cls(provider, vault_id, epoch, lookup, clock), wrapped
+
+    @property
+    def signer(self) -> Signer:
+        """The vault's signing key.
+
+        Raises:
+            WrongKeyError: the vault is of an older kvvault and has none yet.
+        """
+        if self._signer is None:
+            raise WrongKeyError(
+                "the vault has no signing key yet",
+                hint="open it for writing once, with this kvvault",
+            )
+        return self._signer
+
+    def ensure_signer(self, catalog: Catalog, note: Callable[[Connection, bytes], None]) -> None:
+        """Make the vault's signing key when it has none: a new vault, or one of an older kvvault.
+
+        :param note: told of the new public key, in the transaction that keeps the private one.
+
+        Raises:
+            VaultKeyError, StorageError, CatalogError.
+        """
+        if self._signer is None:
+            self._signer = with_current(
+                lambda: catalog.read(purging.root), lambda root: self._make(catalog, root, note)
+            )
+
+    def _make(
+        self, catalog: Catalog, root: Root | None, note: Callable[[Connection, bytes], None]
+    ) -> Signer:
+        if root is None:
+            raise WrongKeyError(
+                "the catalog is not complete", hint="close the vault and open it again"
+            )
+        known = _open_signer(self._provider, self._vault_id, root)
+        if known is not None:
+            return known
+        wrapped, signer = keys.new_signing(self._provider, root.epoch, self._vault_id)
+
+        def write(connection: Connection) -> None:
+            purging.put_signing_key(connection, root.epoch, wrapped)
+            note(connection, signer.public_key)
+
+        catalog.write(write)
+        return signer
 
     def name_id(self, tenant: str) -> bytes:
         """What stands for a tenant's name in the catalog."""
@@ -239,6 +299,14 @@ class KeyRing:
         for tenant_id in list(self._open):
             self.drop(tenant_id)
         self._lookup.close()
+        if self._signer is not None:
+            self._signer.close()
+
+
+def _open_signer(provider: KeyProvider, vault_id: bytes, root: Root) -> Signer | None:
+    if root.signing_key is None:
+        return None
+    return keys.open_signing(provider, root.epoch, root.signing_key, vault_id)
 
 
 def wrapped_tenant(row: TenantRow) -> WrappedTenant:

@@ -4,7 +4,8 @@ and the keys of today (promise 5).
 Deleted rows and unlinked files leave remnants: in the drive's spare blocks, in old logs, in backups
 of the catalog. A purge makes them worthless instead of looking for them:
 
-1. A new root epoch is put in force, in one transaction with the vault's lookup key under it. From
+1. A new root epoch is put in force, in one transaction with the vault's lookup key and signing key
+   under it. From
    then on no new tenant comes under the old one.
 2. Every tenant gets a new key, in a transaction of its own: its index key, its name, the secrets
    and labels of its live segments are wrapped anew. Blocks are not touched, block ids stay.
@@ -31,6 +32,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from sqlalchemy import Connection
+
+from kvvault.audit.receipts import Issuer
 from kvvault.catalog import operations
 from kvvault.catalog import purging as rows
 from kvvault.catalog.catalog import Catalog
@@ -109,6 +113,7 @@ class Purger:
         time: VaultTime,
         clock: Clock,
         options: VaultOptions,
+        issuer: Issuer,
     ) -> None:
         """:param log_path: the catalog, whose log is to be emptied."""
         self._log_path = log_path
@@ -121,6 +126,7 @@ class Purger:
         self._time = time
         self._clock = clock
         self._options = options
+        self._issuer = issuer
 
     def run(self) -> PurgeReport:
         """Finish a purge that was interrupted, if there is one, then purge.
@@ -173,11 +179,16 @@ class Purger:
         lookup = rewrap.rewrap_lookup(
             self._provider, WrappedLookup(old.epoch, old.lookup_key), epoch, self._vault_id
         )
+        signing = old.signing_key
+        if signing is not None:
+            signing = rewrap.rewrap_signing(
+                self._provider, old.epoch, signing, epoch, self._vault_id
+            )
         return self._catalog.write(
             partial(
                 rows.begin,
                 old=old,
-                new=Root(epoch, lookup.key),
+                new=Root(epoch, lookup.key, signing),
                 assurance=assurance.value,
                 now=self._time.steady(),
             )
@@ -198,9 +209,14 @@ class Purger:
                 hint="find the stopped process (fuser on the catalog), then purge again",
             )
         verified_at = self._time.steady()
-        deletions = self._catalog.write(
-            partial(rows.note_verified, purge_no=purge.purge_no, now=verified_at)
-        )
+        done = replace(purge, destroyed_at=destroyed_at, verified_at=verified_at)
+
+        def verified(connection: Connection) -> int:
+            deletions = rows.note_verified(connection, purge.purge_no, verified_at)
+            self._issuer.purged(connection, done)
+            return deletions
+
+        deletions = self._catalog.write(verified)
         self._catalog.empty_log()
         return PurgeReport(
             purge.purge_no,

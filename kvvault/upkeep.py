@@ -55,7 +55,7 @@ def jobs_of(vault: Vault) -> tuple[Job, ...]:
         ),
         sampling_scrub_job(vault.segments, _check(vault)),
         Job("reconcile", 10 * _MINUTE_S, _reconcile(vault)),
-        checkpoint_job(vault.catalog.empty_log),
+        checkpoint_job(vault.catalog.empty_log, vault.audit.checkpoint),
     )
 
 

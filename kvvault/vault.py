@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,6 +24,10 @@ from sqlalchemy import Connection
 
 from kvvault import inventory, keylooking, layout
 from kvvault.applying import Applier, PolicyDiff
+from kvvault.audit.checkpoint import VerifierKey, origin_of
+from kvvault.audit.log import AuditLog
+from kvvault.audit.receipts import Issuer
+from kvvault.catalog import log as audit_log
 from kvvault.catalog import operations, purging, retention
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import TenantRow
@@ -213,6 +218,7 @@ class Vault:
                 self._governor = Governor(self._catalog, self._ring)
                 inherited = False
                 if not read_only:
+                    self._ring.ensure_signer(self._catalog, self._note_signing_key)
                     self._prune_tombstones()
                     inherited = self._ensure_policy(policy)
                 # Tells others that the catalog is in use: nobody may replace it or forget its dead.
@@ -228,6 +234,12 @@ class Vault:
                 self._reader = Reader(
                     self._view, self._fence, self._counters, self._time, options.batch_bytes
                 )
+                self._issuer = Issuer(
+                    self._vault_id,
+                    lambda: self._ring.signer,
+                    provider.describe(),
+                    socket.gethostname(),
+                )
                 self._holder = Holder(self._catalog, self._ring)
                 self._eraser = Eraser(
                     self._catalog,
@@ -237,6 +249,7 @@ class Vault:
                     self._ring,
                     self._time,
                     options,
+                    self._issuer,
                 )
                 self._applier = Applier(
                     self._catalog, self._ring, self._eraser, self._time, self._governor
@@ -445,9 +458,7 @@ class Vault:
     ) -> KeyRing | None:
         if root is None or layout.keys_vanished(descriptor, self._provider, root.epoch):
             return None
-        return KeyRing.open(
-            self._provider, self._vault_id, root.epoch, root.lookup_key, self._clock
-        )
+        return KeyRing.open(self._provider, self._vault_id, root, self._clock)
 
     def _start_empty(self, path: Path) -> tuple[Catalog, KeyRing]:
         """
@@ -464,6 +475,9 @@ class Vault:
             operations.put_meta(connection, "vault_id", self._vault_id)
             operations.put_meta(connection, "root_epoch", lookup.epoch.encode())
             operations.put_meta(connection, "lookup_key", lookup.key)
+            audit_log.append(
+                connection, "vault-created", self._clock.now(), {"root_key": lookup.epoch}
+            )
 
         try:
             catalog.write(write)
@@ -471,6 +485,10 @@ class Vault:
             catalog.close()
             raise
         return catalog, ring
+
+    def _note_signing_key(self, connection: Connection, public_key: bytes) -> None:
+        facts = {"public_key": VerifierKey(origin_of(self._vault_id), public_key).text}
+        audit_log.append(connection, "signing-key-made", self._clock.now(), facts)
 
     def _ensure_policy(self, policy: Policy | None) -> bool:
         """A vault is never without one: a new one starts with `policy` or the shipped default, one
@@ -541,8 +559,16 @@ class Vault:
                     "the catalog is not complete", hint="close the vault and open it again"
                 )
             made, opened = self._ring.create_tenant(name, root.epoch)
+
+            def write(connection: Connection) -> TenantRow:
+                kept = purging.add_tenant(connection, made)
+                if kept is made:
+                    facts = {"tenant": opened.keyed_id("log", b"tenant").hex()}
+                    audit_log.append(connection, "tenant-key-made", made.created_at, facts)
+                return kept
+
             try:
-                kept = self._catalog.write(lambda c: purging.add_tenant(c, made))
+                kept = self._catalog.write(write)
             except BaseException:
                 opened.close()
                 raise
@@ -898,6 +924,7 @@ class Vault:
             self._time,
             self._clock,
             self.options,
+            self._issuer,
         ).run()
 
     def purge_is_due(self) -> bool:
@@ -979,9 +1006,20 @@ class Vault:
         """
         self._check_writable()
         ahead, wall = self._time.ahead_s, self._clock.now()
-        self._catalog.write(lambda c: retention.raise_mark(c, wall))
+
+        def write(connection: Connection) -> None:
+            retention.raise_mark(connection, wall)
+            audit_log.append(connection, "clock-accepted", wall, {"ahead_s": round(ahead, 3)})
+
+        self._catalog.write(write)
         self._time.adopt(wall)
         return ahead
+
+    @property
+    def audit(self) -> AuditLog:
+        """The audit log, its checkpoints and receipts."""
+        self._check_open()
+        return AuditLog(self._catalog, self._vault_id, lambda: self._ring.signer, self._time.steady)
 
     def _mark_time(self) -> None:
         now = self._time.steady()

@@ -11,6 +11,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, insert, select, update
 
+from kvvault.catalog import log
 from kvvault.catalog import schema as t
 from kvvault.catalog.operations import LIVE
 from kvvault.errors import CatalogCorruptError
@@ -36,15 +37,28 @@ class HoldRow:
 
 
 def place(
-    connection: Connection, kind: str, target: bytes, *, reason: str, actor: str, now: float
+    connection: Connection,
+    kind: str,
+    target: bytes,
+    *,
+    reason: str,
+    actor: str,
+    now: float,
+    known_as: str | None = None,
 ) -> HoldRow | None:
     """Protect a tenant or a live segment from now on; None when there is none of that id. Deletions
-    ask in transactions of their own, so each comes wholly before this one or finds the hold."""
+    ask in transactions of their own, so each comes wholly before this one or finds the hold.
+
+    :param known_as: the keyed id by which the audit log knows the target.
+    """
     if not _exists(connection, kind, target):
         return None
     values = {"kind": kind, "target": target, "reason": reason, "actor": actor, "placed_at": now}
     row = connection.execute(insert(t.holds).values(values).returning(t.holds)).one()
-    return _hold(row._mapping)
+    placed = _hold(row._mapping)
+    facts: dict[str, log.Fact] = {"hold": placed.hold_no, "on": kind, "actor": actor}
+    log.append(connection, "hold-placed", now, {**facts, "target": known_as})
+    return placed
 
 
 def _exists(connection: Connection, kind: str, target: bytes) -> bool:
@@ -67,7 +81,10 @@ def clear(
         .values(cleared_at=now, cleared_by=f"{actor}{_SEPARATOR}{reason}")
         .returning(t.holds)
     ).first()
-    return None if row is None else _hold(row._mapping)
+    if row is None:
+        return None
+    log.append(connection, "hold-cleared", now, {"hold": hold_no, "actor": actor})
+    return _hold(row._mapping)
 
 
 def get_hold(connection: Connection, hold_no: int) -> HoldRow | None:

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, or_, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
+from kvvault.catalog import log
 from kvvault.catalog import schema as t
 
 LONGEST_LEASE_S = 3600.0
 """Nobody asks for a longer one: what says so is damage, and must not end the jobs for ever."""
+
+
+_FAILURES = ("failed", "refused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +142,23 @@ def end_run(
     ).first()
     if row is None:
         return False
+    _note_change(connection, str(row[0]), run_no, ended_at, outcome)
     _prune(connection, str(row[0]), keep)
     return True
+
+
+def _note_change(
+    connection: Connection, job: str, run_no: int, ended_at: float, outcome: str
+) -> None:
+    """Write into the audit log that a job fails or has recovered. Not each failure: one that tries
+    again four times a second would fill the catalog. What the error said stands in the history."""
+    run = t.job_runs.c
+    earlier = and_(run.job == job, run.run_no < run_no, run.outcome.is_not(None))
+    before = _newest(connection, earlier)
+    failed = outcome in _FAILURES
+    if failed != (before is not None and before.outcome in _FAILURES):
+        kind = "job-failed" if failed else "job-recovered"
+        log.append(connection, kind, ended_at, {"job": job, "outcome": outcome})
 
 
 def add_run(

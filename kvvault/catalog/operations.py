@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     ColumnElement,
@@ -40,6 +40,8 @@ from kvvault.model import (
     SegmentState,
 )
 from kvvault.segments.format import MAX_BLOCK_BYTES, MAX_SLOTS, Extent
+
+_Id = TypeVar("_Id", bytes, int)
 
 _IN_MAX = 500  # ids per IN (...); SQLite allows 32766 parameters, short statements cache better
 _DIGEST_BYTES = 32
@@ -595,7 +597,7 @@ def _segment(m: Mapping[str, Any] | RowMapping) -> SegmentRow:
         raise corrupt("a segment") from exc
 
 
-def chunks(ids: Iterable[bytes]) -> Iterable[list[bytes]]:
+def chunks(ids: Iterable[_Id]) -> Iterable[list[_Id]]:
     every = list(ids)
     return (every[i : i + _IN_MAX] for i in range(0, len(every), _IN_MAX))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from sqlalchemy import ColumnElement, Connection, Row, bindparam, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from kvvault.catalog import operations
+from kvvault.catalog import log, operations
 from kvvault.catalog import schema as t
 from kvvault.catalog.database import make_engine, pragma, translated_errors
 from kvvault.catalog.operations import LIVE, SegmentRow, TenantRow
@@ -37,6 +37,8 @@ class Root:
     epoch: str
     lookup_key: bytes
     """Wrapped under it."""
+    signing_key: bytes | None = None
+    """Wrapped under it, too; None in a vault of an older kvvault, until it is opened to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,23 @@ def root(connection: Connection) -> Root | None:
     lookup_key = operations.get_meta(connection, "lookup_key")
     if epoch is None or lookup_key is None:
         return None
-    return Root(epoch.decode("ascii", "replace"), lookup_key)  # of a damaged one, no key opens
+    signing_key = operations.get_meta(connection, "signing_key")
+    # Of a damaged one, no key opens.
+    return Root(epoch.decode("ascii", "replace"), lookup_key, signing_key)
+
+
+def put_signing_key(connection: Connection, epoch: str, wrapped: bytes) -> None:
+    """Give the vault its signing key, unless it has one.
+
+    Raises:
+        EpochReplacedError: another root epoch is in force than that which wraps it, or somebody
+            else was faster; nothing was changed.
+    """
+    now = root(connection)
+    if now is None or now.epoch != epoch or now.signing_key is not None:
+        raise EpochReplacedError
+    operations.put_meta(connection, "signing_key", wrapped)
+    operations.put_meta(connection, "signing_epoch", epoch.encode())
 
 
 def add_tenant(connection: Connection, tenant: TenantRow) -> TenantRow:
@@ -115,6 +133,9 @@ def begin(connection: Connection, old: Root, new: Root, *, assurance: str, now: 
         raise EpochReplacedError
     operations.put_meta(connection, "root_epoch", new.epoch.encode())
     operations.put_meta(connection, "lookup_key", new.lookup_key)
+    if new.signing_key is not None:
+        operations.put_meta(connection, "signing_key", new.signing_key)
+        operations.put_meta(connection, "signing_epoch", new.epoch.encode())
     # What is revoked from here on may still be rewrapped before the old epoch is gone.
     newest = select(func.coalesce(func.max(t.deletions.c.deletion_no), 0)).scalar_subquery()
     # Nor may single blocks that are still under a live segment's key be called unrecoverable.
@@ -130,6 +151,12 @@ def begin(connection: Connection, old: Root, new: Root, *, assurance: str, now: 
         .values(started_at=now, old_epoch=old.epoch, new_epoch=new.epoch, assurance=assurance)
         .returning(t.purges.c.purge_no)
     ).scalar_one()
+    facts: dict[str, log.Fact] = {
+        "purge": int(number),
+        "old_root_key": old.epoch,
+        "new_root_key": new.epoch,
+    }
+    log.append(connection, "purge-begun", now, {**facts, "assurance": assurance})
     return PurgeRow(int(number), now, old.epoch, new.epoch, assurance, None, None)
 
 
@@ -242,17 +269,26 @@ def rows_not_under(connection: Connection, epoch: str) -> int:
     tenants = connection.execute(
         select(func.count()).select_from(t.tenants).where(t.tenants.c.root_epoch != epoch)
     ).scalar_one()
-    return int(tenants) + int(now is None or now.epoch != epoch)
+    signing = operations.get_meta(connection, "signing_epoch")
+    return (
+        int(tenants)
+        + int(now is None or now.epoch != epoch)
+        + int(signing is not None and signing != epoch.encode())
+    )
 
 
 def note_destroyed(connection: Connection, purge_no: int, now: float) -> None:
     """The old epoch is gone."""
     p = t.purges.c
-    connection.execute(
+    found = connection.execute(
         update(t.purges)
         .where(p.purge_no == purge_no, p.destroyed_at.is_(None))
         .values(destroyed_at=now)
-    )
+        .returning(p.old_epoch)
+    ).first()
+    if found is not None:
+        facts: dict[str, log.Fact] = {"purge": purge_no, "root_key": str(found[0])}
+        log.append(connection, "root-key-destroyed", now, facts)
 
 
 def note_verified(connection: Connection, purge_no: int, now: float) -> int:
@@ -268,6 +304,7 @@ def note_verified(connection: Connection, purge_no: int, now: float) -> int:
     connection.execute(
         update(t.purges).where(t.purges.c.purge_no == purge_no).values(verified_at=now)
     )
+    log.append(connection, "purge-verified", now, {"purge": purge_no, "deletions": done})
     return done
 
 

@@ -4,7 +4,7 @@ see `kvvault.catalog.operations`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import (
@@ -21,8 +21,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from kvvault.catalog import operations
+from kvvault.catalog import log, operations
 from kvvault.catalog import schema as t
+from kvvault.catalog.log import Fact
 from kvvault.catalog.operations import LIVE, next_change
 from kvvault.model import SegmentFacts
 
@@ -217,6 +218,8 @@ class Revoked:
     """Segments that a hold kept."""
     refused: bool = False
     """Nothing was done, because of a hold."""
+    deletion_no: int | None = None
+    """Its row in `deletions`; None when there was nothing to delete."""
 
 
 def revoke(
@@ -229,10 +232,16 @@ def revoke(
     reason: str,
     expired_by: float | None = None,
     compacting: bool = False,
+    about: Mapping[str, Fact] | None = None,
+    always: bool = False,
 ) -> Revoked:
     """Destroy the wrapped keys of those of these segments that live and that no hold keeps; with
     `expired_by`, only of those whose deadline has come by then. `compacting`: their blocks are
-    somewhere else, or were revoked and written down before. Writes it down."""
+    somewhere else, or were revoked and written down before. Writes it down, in the audit log as
+    well (but for `reason`: somebody's words); with `always` also when nothing was left to go.
+
+    :param about: what else the log says of it; keyed ids only.
+    """
     s = t.segments.c
     ids: list[bytes] = []
     blocks = data_bytes = kept = 0
@@ -251,57 +260,76 @@ def revoke(
         ids += [operations.blob(row[0], "a segment") for row in free]
         blocks += sum(int(row[1]) for row in free)
         data_bytes += sum(int(row[1]) * int(row[2]) for row in free)
+    if not ids and not always:
+        return Revoked(held=kept)
     if compacting:
         blocks = data_bytes = 0
-    if ids:
-        operations.revoke_segments(connection, ids)
-        note_deletion(
-            connection,
-            trigger=trigger,
-            actor=actor,
-            reason=reason,
-            segments=len(ids),
-            blocks=blocks,
-            data_bytes=data_bytes,
-            now=now,
-        )
-    return Revoked(tuple(ids), blocks, data_bytes, kept)
+    operations.revoke_segments(connection, ids)
+    number = add_deletion(
+        connection,
+        trigger=trigger,
+        now=now,
+        actor=actor,
+        reason=reason,
+        segments=len(ids),
+        blocks=blocks,
+        data_bytes=data_bytes,
+        about={**(about or {}), "held": kept},
+    )
+    return Revoked(tuple(ids), blocks, data_bytes, kept, deletion_no=number)
 
 
-def note_deletion(
+def add_deletion(
     connection: Connection,
     *,
     trigger: str,
+    now: float,
     actor: str,
     reason: str,
     segments: int,
     blocks: int,
     data_bytes: int,
-    now: float,
+    about: Mapping[str, Fact],
 ) -> int:
-    """Write a deletion down, in the transaction that revokes; its number."""
-    return int(
-        connection.execute(
-            insert(t.deletions)
-            .values(
-                trigger=trigger,
-                actor=actor,
-                reason=reason,
-                segments=segments,
-                # What a damaged row claims must not keep the others from going.
-                blocks=min(blocks, _MOST),
-                data_bytes=min(data_bytes, _MOST),
-                revoked_at=now,
-            )
-            .returning(t.deletions.c.deletion_no)
-        ).scalar_one()
-    )
+    """Write down that something was revoked, in `deletions` and in the audit log; its number."""
+    number = connection.execute(
+        insert(t.deletions)
+        .values(
+            trigger=trigger,
+            actor=actor,
+            reason=reason,
+            segments=segments,
+            # What a damaged row claims must not keep the others from going.
+            blocks=min(blocks, _MOST),
+            data_bytes=min(data_bytes, _MOST),
+            revoked_at=now,
+        )
+        .returning(t.deletions.c.deletion_no)
+    ).scalar_one()
+    facts: dict[str, Fact] = {
+        **about,
+        "deletion": int(number),
+        "trigger": trigger,
+        "actor": actor,
+        "segments": segments,
+        "blocks": blocks,
+        "bytes": data_bytes,
+    }
+    log.append(connection, "deletion", now, facts)
+    return int(number)
 
 
 def forget_tenant(
-    connection: Connection, tenant_id: bytes, *, now: float, actor: str, reason: str
+    connection: Connection,
+    tenant_id: bytes,
+    *,
+    now: float,
+    actor: str,
+    reason: str,
+    about: Mapping[str, Fact] | None = None,
 ) -> Revoked:
-    """Destroy a tenant's keys and revoke all it has, unless a hold keeps any of it.
+    """Destroy a tenant's keys and revoke all it has, unless a hold keeps any of it. Written down
+    also when it had nothing left: its keys go.
 
     Deleting the tenant's row alone makes everything of it unreadable: its key is in no other place.
     """
@@ -316,6 +344,8 @@ def forget_tenant(
         now=now,
         actor=actor,
         reason=reason,
+        about=about,
+        always=True,
     )
     connection.execute(delete(t.tenants).where(t.tenants.c.tenant_id == tenant_id))
     return done
@@ -333,7 +363,10 @@ def add_policy(
         .values(digest=digest, sealed_source=sealed_source, applied_at=now, actor=actor)
         .returning(t.policies.c.policy_no)
     )
-    return int(result.scalar_one())
+    number = int(result.scalar_one())
+    facts: dict[str, Fact] = {"policy": number, "sha256": digest.hex(), "actor": actor}
+    log.append(connection, "policy-applied", now, facts)
+    return number
 
 
 def current_policy(connection: Connection) -> PolicyRow | None:

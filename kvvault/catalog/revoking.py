@@ -12,6 +12,7 @@ from sqlalchemy import Connection, func, select
 from kvvault.catalog import retention
 from kvvault.catalog import schema as t
 from kvvault.catalog.database import direct
+from kvvault.catalog.log import Fact
 from kvvault.catalog.operations import blob
 from kvvault.catalog.retention import Revoked
 from kvvault.model import ID_BYTES
@@ -91,11 +92,12 @@ def revoke_blocks(
     now: float,
     actor: str,
     reason: str,
-    even_nothing: bool = False,
-) -> tuple[Revoked, int | None]:
+    about: Mapping[str, Fact],
+    always: bool = False,
+) -> Revoked:
     """Have single blocks not be served any more, but for those of segments that a hold keeps.
-    Writes it down; the number of that deletion. When nothing was left to revoke None, and nothing
-    is written, unless `even_nothing`."""
+    Writes it down, in the audit log as well (`about`: what else that says; keyed ids only); with
+    `always` also when nothing was left to revoke."""
     free = [
         one.facts
         for one in retention.live_among(connection, list(places), whole=True)
@@ -110,10 +112,10 @@ def revoke_blocks(
     }
     blocks = sum(map(len, fresh.values()))
     held = len(places) - len(free)
-    if not blocks and not even_nothing:
-        return Revoked(held=held), None
+    if not blocks and not always:
+        return Revoked(held=held)
     data_bytes = sum(len(fresh[facts.segment_id]) * facts.block_bytes for facts in free)
-    number = retention.note_deletion(
+    number = retention.add_deletion(
         connection,
         trigger=trigger,
         actor=actor,
@@ -122,11 +124,12 @@ def revoke_blocks(
         blocks=blocks,
         data_bytes=data_bytes,
         now=now,
+        about={**about, "held": held},
     )
     for segment_id, members in fresh.items():
         for slot, block_id in members:
             direct(connection, _ADD, (segment_id, slot, block_id, number))
-    return Revoked(tuple(fresh), blocks, data_bytes, held), number
+    return Revoked(tuple(fresh), blocks, data_bytes, held, deletion_no=number)
 
 
 def oldest_waiting(connection: Connection) -> int | None:

@@ -45,7 +45,8 @@ meta = Table(
     Column("name", Text, primary_key=True),
     Column("value", LargeBinary, nullable=False),
 )
-"""`vault_id` (16 bytes), `lookup_key` (wrapped under the root), `root_epoch` (UTF-8)."""
+"""`vault_id` (16 bytes), `lookup_key` and `signing_key` (wrapped under the root), `root_epoch` and
+`signing_epoch` (UTF-8): under which root they are."""
 
 counters = Table(
     "counters",

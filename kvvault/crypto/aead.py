@@ -1,8 +1,9 @@
 """Every cryptographic primitive that kvvault uses, each choice with its reason.
 
 This is the only module that calls AES-GCM, HKDF or HMAC, or that draws random bytes for keys and
-nonces. Everything above it speaks of tenants and segments (`kvvault.crypto.keys`); nothing above it
-can pick a nonce, a key size or a tag length, so no caller can get one wrong.
+nonces; signatures are its sibling's, `kvvault.crypto.signing`. Everything above speaks of tenants
+and segments (`kvvault.crypto.keys`); nothing above can pick a nonce, a key size or a tag length, so
+no caller can get one wrong.
 
 What is used, and nothing else (REQ-C1):
 
@@ -14,6 +15,7 @@ small texts         128-bit tag
 key and commitment  HKDF-Expand-SHA256, fixed labels    RFC 5869 (Expand only, section 3.3: the
 of a segment                                            secret is uniform already)
 keyed ids           HMAC-SHA256, truncated              RFC 2104, truncation in section 5
+signatures          Ed25519                             RFC 8032 (`kvvault.crypto.signing`)
 random bytes        the kernel (``getrandom``)          Python ``secrets``
 ==================  ==================================  ==========================================
 

@@ -5,6 +5,7 @@
     root key of an epoch      in the key provider
      ├─ lookup key            one per vault: finds a tenant's row by the tenant's name
      │   └─ policy key        HMAC of a fixed text under it: encrypts policies (may name tenants)
+     ├─ signing key           one per vault, an Ed25519 seed: receipts, checkpoints of the log
      └─ tenant key            one per tenant, random
          ├─ index key         one per tenant, random: block ids (HMAC)
          ├─ names and labels  encrypted texts of that tenant
@@ -21,6 +22,7 @@ A wrap opens only in its place. Associated data of each, as `kvvault.crypto.aead
 kind          bound fields, after ``b"kvvault"``, the format version (2 bytes) and the kind
 ============  ====================================================================================
 lookup-key    vault id
+signing-key   vault id
 tenant-key    vault id, tenant id
 index-key     vault id, tenant id
 segment-key   vault id, tenant id, segment id, namespace digest
@@ -42,6 +44,7 @@ from typing import Final
 from kvvault.crypto import aead
 from kvvault.crypto.aead import KeyedHasher, ReadBuffer, SegmentCipher
 from kvvault.crypto.providers.base import DEFAULT_TIMEOUT_S, KeyProvider
+from kvvault.crypto.signing import Signer
 from kvvault.errors import ClosedError, WrongKeyError
 
 __all__ = [
@@ -55,12 +58,15 @@ __all__ = [
     "lookup_key_aad",
     "new_lookup",
     "new_segment",
+    "new_signing",
     "new_tenant",
     "open_lookup",
     "open_segment",
+    "open_signing",
     "open_tenant",
     "renew_tenant",
     "segment_key_aad",
+    "signing_key_aad",
     "tenant_key_aad",
     "text_aad",
 ]
@@ -74,6 +80,11 @@ _DIGEST_BYTES: Final = 32
 def lookup_key_aad(vault_id: bytes) -> bytes:
     """What the vault's lookup key is bound to."""
     return _aad(b"lookup-key", _id(vault_id))
+
+
+def signing_key_aad(vault_id: bytes) -> bytes:
+    """What the seed of the vault's signing key is bound to."""
+    return _aad(b"signing-key", _id(vault_id))
 
 
 def tenant_key_aad(vault_id: bytes, tenant_id: bytes) -> bytes:
@@ -391,6 +402,34 @@ def open_lookup(
         return LookupKey(key)
     finally:
         aead.wipe(key)
+
+
+def new_signing(
+    provider: KeyProvider, epoch: str, vault_id: bytes, *, timeout: float = DEFAULT_TIMEOUT_S
+) -> tuple[bytes, Signer]:
+    """Make a vault's signing key; commit the wrapped one before it signs anything. Errors are those
+    of `KeyProvider.wrap`."""
+    seed = aead.random_key()
+    try:
+        return provider.wrap(epoch, seed, signing_key_aad(vault_id), timeout=timeout), Signer(seed)
+    finally:
+        aead.wipe(seed)
+
+
+def open_signing(
+    provider: KeyProvider,
+    epoch: str,
+    wrapped: bytes,
+    vault_id: bytes,
+    *,
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> Signer:
+    """Open a vault's signing key. Errors are those of `KeyProvider.unwrap`."""
+    seed = provider.unwrap(epoch, wrapped, signing_key_aad(vault_id), timeout=timeout)
+    try:
+        return Signer(seed)
+    finally:
+        aead.wipe(seed)
 
 
 def new_tenant(

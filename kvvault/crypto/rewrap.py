@@ -7,10 +7,16 @@ Nothing of a block is touched; a segment's secret is 60 bytes. Associated data a
 from __future__ import annotations
 
 from kvvault.crypto import aead
-from kvvault.crypto.keys import TenantKeys, WrappedLookup, lookup_key_aad, segment_key_aad
+from kvvault.crypto.keys import (
+    TenantKeys,
+    WrappedLookup,
+    lookup_key_aad,
+    segment_key_aad,
+    signing_key_aad,
+)
 from kvvault.crypto.providers.base import DEFAULT_TIMEOUT_S, KeyProvider
 
-__all__ = ["rewrap_lookup", "rewrap_segment", "rewrap_text"]
+__all__ = ["rewrap_lookup", "rewrap_segment", "rewrap_signing", "rewrap_text"]
 
 
 def rewrap_lookup(
@@ -28,6 +34,24 @@ def rewrap_lookup(
         return WrappedLookup(epoch, provider.wrap(epoch, key, aad, timeout=timeout))
     finally:
         aead.wipe(key)
+
+
+def rewrap_signing(
+    provider: KeyProvider,
+    old_epoch: str,
+    wrapped: bytes,
+    epoch: str,
+    vault_id: bytes,
+    *,
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> bytes:
+    """The vault's signing key, wrapped under another epoch. Errors are those of `KeyProvider`."""
+    aad = signing_key_aad(vault_id)
+    seed = provider.unwrap(old_epoch, wrapped, aad, timeout=timeout)
+    try:
+        return provider.wrap(epoch, seed, aad, timeout=timeout)
+    finally:
+        aead.wipe(seed)
 
 
 def rewrap_segment(

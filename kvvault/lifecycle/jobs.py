@@ -169,21 +169,31 @@ def _judge(report: VerifyReport) -> str:
 # -- checkpoint ----------------------------------------------------------------------------------
 
 
-def checkpoint_job(empty_log: Callable[[], bool], interval_s: float = _HOUR_S) -> Job:
-    """Have the catalog's write-ahead log emptied, so that deleted rows do not stay in it.
+def checkpoint_job(
+    empty_log: Callable[[], bool],
+    sign: Callable[[], object] | None = None,
+    interval_s: float = _HOUR_S,
+) -> Job:
+    """Have a checkpoint of the audit log signed, and the catalog's write-ahead log emptied, so that
+    deleted rows do not stay in it.
 
     :param empty_log: `Catalog.empty_log`.
+    :param sign: `kvvault.audit.log.AuditLog.checkpoint`.
     """
 
     def run(context: JobContext) -> str:
         """
         Raises:
-            VaultLockedError: it was not.
+            VaultLockedError: it was not emptied.
+            CatalogCorruptError: the audit log was altered since its newest checkpoint.
         """
-        if not empty_log():
+        emptied = empty_log()  # whatever the audit log looks like
+        if sign is not None:
+            sign()
+        if not emptied:
             raise VaultLockedError(
                 "the catalog's log is in use and was not emptied", hint="it is tried again"
             )
-        return "log emptied"
+        return "log emptied" if sign is None else "audit log signed, log emptied"
 
     return Job("checkpoint", interval_s, run)

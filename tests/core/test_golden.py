@@ -233,8 +233,8 @@ class TestBothWays:
         "statement",
         [
             (
-                "INSERT INTO revoked_blocks (segment_id, slot) "
-                "SELECT segment_id, 0 FROM segments WHERE state = 'sealed' LIMIT 1"
+                "INSERT INTO revoked_blocks (segment_id, slot, block_id, deletion_no) "
+                "SELECT segment_id, 0, x'00', 1 FROM segments WHERE state = 'sealed' LIMIT 1"
             ),
             (
                 "INSERT INTO holds (kind, target, reason, actor, placed_at) "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvvault.cli.commands import (
+    audit,
     clock,
     deleting,
     doctor,
@@ -28,6 +29,7 @@ def register_all(app: typer.Typer) -> None:
     hold.register(app)
     keys.register(app)
     policy.register(app)
+    audit.register(app)
     doctor.register(app)
     jobs.register(app)
     clock.register(app)

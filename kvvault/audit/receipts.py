@@ -1,0 +1,503 @@
+"""Receipts: what was deleted, by whom, how, and what that is worth; signed, for somebody else.
+
+A deletion has two. `revoked` is made in the transaction that takes the keys away: from then on
+nothing of it is served. `purged` is made when the purge that covers it is verified: from then on
+nobody opens any copy of it, as far as the key provider's assurance goes. The second names the
+digest of the first. What goes by itself, expired or evicted, has an entry in the log each time and
+one `purged` receipt per purge that sums it up: on a busy vault it goes many times a minute, and
+nobody asks for a paper on each.
+
+Fields are those of a certificate of sanitization (NIST SP 800-88, section 4.8) that apply, and
+what makes them checkable. What is signed is the canonical JSON (RFC 8785) of the receipt; its
+SHA-256 stands in an entry of the log. A file holds an *envelope*::
+
+    {"receipt": {...}, "signature": base64, "public_key": base64,
+     "log": {"entry": n, "body": ..., "size": m, "proof": [base64, ...], "checkpoint": note}}
+
+`log`, which is only there when it was asked for, shows that the entry is in the log.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Final, TypeAlias
+
+from sqlalchemy import Connection
+
+from kvvault import __version__
+from kvvault.audit.checkpoint import origin_of
+from kvvault.catalog import log, receipts, retention
+from kvvault.catalog.log import Fact, canonical, exactly
+from kvvault.catalog.purging import PurgeRow
+from kvvault.catalog.receipts import DeletionRow
+from kvvault.crypto.aead import random_id
+from kvvault.crypto.providers.base import ProviderInfo
+from kvvault.crypto.signing import Signer, is_signed
+from kvvault.errors import FormatError
+
+__all__ = [
+    "AUTOMATIC",
+    "TECHNICAL",
+    "DeletionFacts",
+    "EngineCopy",
+    "Issuer",
+    "Kept",
+    "Proof",
+    "Receipt",
+    "parse",
+]
+
+Json: TypeAlias = Mapping[str, Any]
+
+REVOKED: Final = "revoked"
+PURGED: Final = "purged"
+AUTOMATIC: Final = frozenset({"expire", "evict"})
+"""Triggers of deletions that nobody asked for: summed up, one receipt per purge."""
+TECHNICAL: Final = "compact"
+"""Trigger of what is a part of another deletion: its entry in the log is all there is."""
+
+_MAX_KEY_IDS: Final = 1000
+"""More are given as a digest of all of them."""
+_MAX_FILE: Final = 4 << 20
+_METHOD: Final = (
+    "cryptographic erase (NIST SP 800-88): AES-256-GCM keys of the data are destroyed, "
+    "the files emptied and unlinked"
+)
+_MEDIA: Final = "files of a kvvault vault, never written in plaintext, on this machine's storage"
+_REVOKED_CHECK: Final = (
+    "the keys left the catalog in the transaction that issued this receipt; reads that had begun "
+    "before are waited for"
+)
+_PURGED_CHECK: Final = (
+    "no row of the catalog was under the old root key; unwrapping with it was tried after its "
+    "destruction, and refused"
+)
+_BACKUPS: Final = {
+    "purge": "copies of the vault are ciphertext whose root key is destroyed; copies of data made "
+    "outside the vault are not covered",
+    "logical": "copies of the vault made before the purge can be opened by somebody who also has a "
+    "copy of the key provider's medium; copies of data made outside the vault are not covered",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What would have gone, but stayed, and why."""
+
+    shared_prompts: int = 0
+    """Prompts that share blocks with what was erased, and keep them."""
+    shared_blocks: int = 0
+    shared_bytes: int = 0
+    held_segments: int = 0
+    """Kept by legal holds."""
+    held_prompts: int = 0
+    held_blocks: int = 0
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCopy:
+    """A copy outside the vault, in an engine's memory, and whether it could be dropped."""
+
+    what: str
+    """Which ("GPU prefix cache"); nothing personal."""
+    reached: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeletionFacts:
+    """What a receipt says of one deletion. Text is recorded as it is: nothing personal."""
+
+    deletion_no: int
+    """Its row in `deletions`, of the same transaction."""
+    trigger: str
+    actor: str
+    reason: str
+    revoked_at: float
+    """Seconds since the epoch, by the vault's own time."""
+    segment_ids: Sequence[bytes]
+    """Segments whose keys were destroyed."""
+    blocks: int
+    data_bytes: int
+    scope: Mapping[str, Fact] = field(default_factory=dict)
+    """What was asked for: keyed ids ("log" ids of tenant, subject, prompts) and kinds only."""
+    prompts: int | None = None
+    """How many prompts went; None where it is not by prompt."""
+    kept: Kept = Kept()
+    engine: Sequence[EngineCopy] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """That an entry is in the log, as of a checkpoint."""
+
+    entry: int
+    body: str
+    size: int
+    proof: tuple[bytes, ...]
+    checkpoint: str
+    """Signed note."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """A receipt and its signature; not checked by itself (`kvvault.audit.verifying`)."""
+
+    content: Json
+    signature: bytes
+    public_key: bytes
+    proof: Proof | None = None
+
+    @property
+    def signed(self) -> bytes:
+        """What the signature is over."""
+        return exactly(self.content).encode()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of that, in hex, as log and second receipt name it."""
+        return hashlib.sha256(self.signed).hexdigest()
+
+    @property
+    def authentic(self) -> bool:
+        """Whether the holder of `public_key` signed it."""
+        return is_signed(self.public_key, self.signed, self.signature)
+
+    @property
+    def receipt_id(self) -> str:
+        return str(self.content.get("id", ""))
+
+    @property
+    def phase(self) -> str:
+        return str(self.content.get("phase", ""))
+
+    @property
+    def entry(self) -> int:
+        """The entry of the log that names its digest; -1 where it does not say."""
+        found = self.content.get("log")
+        index = found.get("entry") if isinstance(found, Mapping) else None
+        return index if isinstance(index, int) else -1
+
+    @property
+    def envelope(self) -> dict[str, object]:
+        """As it is handed over."""
+        whole: dict[str, object] = {
+            "receipt": self.content,
+            "signature": _encoded(self.signature),
+            "public_key": _encoded(self.public_key),
+        }
+        if self.proof is not None:
+            whole["log"] = {
+                "entry": self.proof.entry,
+                "body": self.proof.body,
+                "size": self.proof.size,
+                "proof": [_encoded(one) for one in self.proof.proof],
+                "checkpoint": self.proof.checkpoint,
+            }
+        return whole
+
+    @property
+    def document(self) -> str:
+        """The envelope as canonical JSON."""
+        return exactly(self.envelope)
+
+
+def parse(text: str) -> Receipt:
+    """A receipt from its envelope. Says nothing about whether it is genuine.
+
+    Raises:
+        FormatError: it is no envelope of a receipt.
+    """
+    try:
+        if len(text) > _MAX_FILE:
+            raise ValueError("too long")
+        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        if not isinstance(found, dict) or not isinstance(found["receipt"], dict):
+            raise TypeError("not an object")
+        if set(found) - {"receipt", "signature", "public_key", "log"}:
+            raise ValueError("more than an envelope has")
+        exactly(found)
+        proof = found.get("log")
+        return Receipt(
+            found["receipt"],
+            _decoded(found["signature"]),
+            _decoded(found["public_key"]),
+            None if proof is None else _proof(proof),
+        )
+    except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as exc:
+        raise FormatError(
+            "that is not a receipt of kvvault",
+            hint="give the file that `kvvault receipt show ID --format json` wrote",
+        ) from exc
+
+
+def _proof(found: Any) -> Proof:
+    if set(found) != {"entry", "body", "size", "proof", "checkpoint"}:
+        raise ValueError("not a proof")
+    entry, size, body, note = found["entry"], found["size"], found["body"], found["checkpoint"]
+    if type(entry) is not int or type(size) is not int:
+        raise TypeError("not a number")
+    if not isinstance(body, str) or not isinstance(note, str):
+        raise TypeError("not a text")
+    return Proof(entry, body, size, tuple(_decoded(one) for one in found["proof"]), note)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _no_constant(_text: str) -> None:
+    raise ValueError("not a number of JSON")
+
+
+def _encoded(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        raw = base64.b64decode(text.encode("ascii"), validate=True)
+    except binascii.Error as exc:
+        raise ValueError("not base64") from exc
+    if _encoded(raw) != text:
+        raise ValueError("not as an encoder writes it")
+    return raw
+
+
+# -- issuing -------------------------------------------------------------------------------------
+
+
+class Issuer:
+    """Makes a vault's receipts, inside transactions of others. Waits for nothing, keeps no state;
+    any thread."""
+
+    def __init__(
+        self, vault_id: bytes, signer: Callable[[], Signer], provider: ProviderInfo, place: str
+    ) -> None:
+        """
+        :param signer: gives the vault's signing key; raises a VaultKeyError where it has none.
+        :param place: where the vault is: a machine's name.
+        """
+        self._vault_id = vault_id
+        self._signer = signer
+        self._provider = provider
+        self._place = place
+
+    def revoked(self, connection: Connection, facts: DeletionFacts) -> Receipt:
+        """The first receipt of a deletion, in the transaction that takes the keys away, after its
+        row in `deletions` and its entry are written. Adds an entry and a row.
+
+        Raises:
+            VaultKeyError, ClosedError: there is no signing key.
+        """
+        policy = retention.current_policy(connection)
+        ids = sorted(one.hex() for one in facts.segment_ids)
+        keys: Json = {"count": len(ids), "ids": ids}
+        if len(ids) > _MAX_KEY_IDS:
+            keys = {"count": len(ids), "sha256": hashlib.sha256("".join(ids).encode()).hexdigest()}
+        content = {
+            **self._frame(facts.actor, facts.revoked_at),
+            "phase": REVOKED,
+            "deletion": {
+                "number": facts.deletion_no,
+                "trigger": facts.trigger,
+                "reason": facts.reason,
+                "scope": dict(facts.scope),
+                "policy_sha256": None if policy is None else policy.digest.hex(),
+                "prompts": facts.prompts,
+                "blocks": facts.blocks,
+                "bytes": facts.data_bytes,
+                "keys": keys,
+                "revoked_at": moment(facts.revoked_at),
+            },
+            "kept": asdict(facts.kept),
+            "engine_copies": [
+                {"what": one.what, "reached": one.reached, "detail": one.detail}
+                for one in facts.engine
+            ],
+            "verification": {
+                "method": _REVOKED_CHECK,
+                "result": "revoked; unrecoverable only after the purge, see the second receipt",
+                "at": moment(facts.revoked_at),
+            },
+        }
+        return self._issue(connection, content, REVOKED, facts.deletion_no, facts.revoked_at)
+
+    def purged(self, connection: Connection, purge: PurgeRow) -> list[Receipt]:
+        """The second receipts of all that a purge made unrecoverable, and one for each kind of what
+        went by itself; in the transaction that says so, after the deletions say it.
+
+        Raises: as `revoked`.
+        """
+        automatic: dict[str, list[DeletionRow]] = {}
+        asked: list[DeletionRow] = []
+        for row in receipts.deletions(connection, purge.purge_no):
+            if row.trigger == TECHNICAL:
+                continue
+            if row.trigger in AUTOMATIC:
+                automatic.setdefault(row.trigger, []).append(row)
+            else:
+                asked.append(row)
+        firsts = self._firsts(connection, [row.deletion_no for row in asked])
+        done = [self._second(connection, purge, row, firsts.get(row.deletion_no)) for row in asked]
+        for trigger, rows in sorted(automatic.items()):
+            done.append(self._summary(connection, purge, trigger, rows))
+        return done
+
+    def _second(
+        self, connection: Connection, purge: PurgeRow, row: DeletionRow, first: Receipt | None
+    ) -> Receipt:
+        about: Json = {"deletion": _of_row(row), "kept": {}, "engine_copies": []}
+        link = None
+        if first is not None:
+            about = {name: first.content[name] for name in about}
+            link = {"id": first.receipt_id, "sha256": first.digest}
+        content = {
+            **self._purge_frame(purge, row.actor, row.revoked_at),
+            **about,
+            "revoked_receipt": link,
+        }
+        return self._issue(connection, content, PURGED, row.deletion_no, _verified_at(purge))
+
+    def _firsts(self, connection: Connection, numbers: Sequence[int]) -> dict[int, Receipt]:
+        """The first receipts of deletions, by number; not of those that were made without one by an
+        older release, nor such as were altered."""
+        found = {}
+        for stored in receipts.of_deletions(connection, numbers, REVOKED):
+            try:
+                first = parse(stored.document)
+            except FormatError:
+                continue
+            ours = first.public_key == self._signer().public_key
+            if ours and first.authentic and first.phase == REVOKED:
+                found[stored.deletion_no or 0] = first
+        return found
+
+    def _summary(
+        self, connection: Connection, purge: PurgeRow, trigger: str, rows: Sequence[DeletionRow]
+    ) -> Receipt:
+        content = {
+            **self._purge_frame(purge, "kvvault", rows[-1].revoked_at),
+            "deletion": {
+                "trigger": trigger,
+                "numbers": [rows[0].deletion_no, rows[-1].deletion_no],
+                "count": len(rows),
+                "segments": sum(row.segments for row in rows),
+                "blocks": sum(row.blocks for row in rows),
+                "bytes": sum(row.data_bytes for row in rows),
+                "revoked_at": moment(rows[0].revoked_at),
+                "revoked_until": moment(rows[-1].revoked_at),
+            },
+            "revoked_receipt": None,
+        }
+        return self._issue(connection, content, PURGED, None, _verified_at(purge))
+
+    def _frame(self, actor: str, at: float) -> dict[str, object]:
+        info = self._provider
+        return {
+            "kind": "kvvault receipt",
+            "version": 1,
+            "id": random_id().hex(),
+            "vault": self._vault_id.hex(),
+            "media": {"type": _MEDIA, "where": self._place},
+            "method": _METHOD,
+            "tool": {"name": "kvvault", "version": __version__},
+            "performed": {"by": actor, "at": moment(at), "where": self._place},
+            "assurance": {
+                "level": info.assurance.value,
+                "reason": info.reason,
+                "key_provider": info.uri.partition(":")[0],
+            },
+            "backups": _BACKUPS[info.assurance.value],
+        }
+
+    def _purge_frame(self, purge: PurgeRow, actor: str, revoked_at: float) -> dict[str, object]:
+        frame = self._frame(actor, revoked_at)
+        # What the provider could claim when the purge began: that is what its destruction is worth.
+        if purge.assurance != self._provider.assurance.value:
+            frame["assurance"] = {"level": purge.assurance, "reason": "when the purge began"}
+            frame["backups"] = _BACKUPS.get(purge.assurance, "nothing is claimed")
+        return {
+            **frame,
+            "phase": PURGED,
+            "purge": {
+                "number": purge.purge_no,
+                "began_at": moment(purge.started_at),
+                "provider_call": "destroy root key",
+                "root_key": purge.old_epoch,
+                "result": "destroyed, and refused when it was tried",
+                "destroyed_at": moment(purge.destroyed_at),
+                "verified_at": moment(purge.verified_at),
+            },
+            "verification": {
+                "method": _PURGED_CHECK,
+                "result": "nothing revoked before the purge began can be opened",
+                "at": moment(purge.verified_at),
+            },
+        }
+
+    def _issue(
+        self,
+        connection: Connection,
+        content: dict[str, object],
+        phase: str,
+        deletion_no: int | None,
+        at: float,
+    ) -> Receipt:
+        signer = self._signer()
+        origin = origin_of(self._vault_id)
+        content["log"] = {"origin": origin, "entry": log.next_index(connection)}
+        # What is signed is what is kept: both are made of the same parsed text.
+        kept: Json = json.loads(canonical(content))
+        receipt = Receipt(kept, signer.sign(exactly(kept).encode()), signer.public_key)
+        facts: dict[str, Fact] = {"receipt": receipt.receipt_id, "phase": phase}
+        facts["sha256"] = receipt.digest
+        if deletion_no is not None:
+            facts["deletion"] = deletion_no
+        entry = log.append(connection, "receipt", at, facts)
+        receipts.add(
+            connection,
+            bytes.fromhex(receipt.receipt_id),
+            deletion_no=deletion_no,
+            phase=phase,
+            entry_no=entry,
+            document=receipt.document,
+        )
+        return receipt
+
+
+def _of_row(row: DeletionRow) -> Json:
+    return {
+        "number": row.deletion_no,
+        "trigger": row.trigger,
+        "reason": row.reason,
+        "segments": row.segments,
+        "blocks": row.blocks,
+        "bytes": row.data_bytes,
+        "revoked_at": moment(row.revoked_at),
+    }
+
+
+def _verified_at(purge: PurgeRow) -> float:
+    return purge.started_at if purge.verified_at is None else purge.verified_at
+
+
+def moment(seconds: float | None) -> str | None:
+    """A time in ISO 8601, UTC, to the millisecond; None of what no calendar has."""
+    if seconds is None:
+        return None
+    try:
+        stamp = datetime.fromtimestamp(seconds, UTC)
+    except (OverflowError, ValueError, OSError):
+        return None
+    return stamp.isoformat(timespec="milliseconds").replace("+00:00", "Z")
