@@ -221,6 +221,7 @@ class Reader:
         # Only now: nothing inside may wait, not even for a full pipe behind the log.
         if lost:
             self._counters.add(lost=len(lost))
+            self._counters.damage(segment.place.segment_id, missing=len(lost))
             log.error(
                 "%d blocks of segment %s are missing", len(lost), segment.place.segment_id.hex()
             )
@@ -228,6 +229,7 @@ class Reader:
             self._view.discard(item.block_id, Location(segment.number, item.slot))
         tampered = outcomes.count(Outcome.TAMPERED)
         if tampered:
+            self._counters.damage(segment.place.segment_id, altered=tampered)
             log.error(
                 "%d blocks of segment %s failed authentication: they were altered on disk",
                 tampered,
@@ -269,11 +271,13 @@ class Reader:
         if self._view.segment(segment.number) is segment:
             self._view.discard_segment(segment)
             self._counters.add(lost=len(segment.records))
+            self._counters.damage(segment.place.segment_id, missing=len(segment.records))
             log.error("the file of segment %s is missing", segment.place.segment_id.hex())
         return [Outcome.MISS] * n
 
     def _refuse(self, segment: LiveSegment, reason: str) -> None:
         self._view.discard_segment(segment)
+        self._counters.damage(segment.place.segment_id, altered=len(segment.records))
         log.error("segment %s is not trusted: %s", segment.place.segment_id.hex(), reason)
 
     def _staging(self) -> Staging:

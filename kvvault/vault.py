@@ -30,9 +30,10 @@ from kvvault.audit.receipts import Issuer
 from kvvault.catalog import log as audit_log
 from kvvault.catalog import operations, purging, retention
 from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.log import Fact
 from kvvault.catalog.operations import TenantRow
 from kvvault.checking import Checker
-from kvvault.counters import Counters
+from kvvault.counters import OTHERS, Counters
 from kvvault.crypto.aead import MAX_TEXT_BYTES
 from kvvault.crypto.keys import TenantKeys
 from kvvault.crypto.providers import open_provider
@@ -95,6 +96,9 @@ _IN_USE = "in-use"
 """Lock that every open vault holds, shared."""
 
 _MAX_TOMBSTONES = 10_000
+
+_MAX_DAMAGED = 16
+"""Segments that one entry of the audit log names."""
 
 _PURGE_AT = 0.9
 """A purge is due at this share of the policy's interval: it takes a while, and may have to be
@@ -1048,12 +1052,13 @@ class Vault:
         return self._counters.snapshot()
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """Read and authenticate every live block. Repairs nothing.
+        """Read and authenticate every live block. Repairs nothing; notes in the audit log what was
+        altered or is missing, unless the vault is open for reading only.
 
         Raises:
             StorageError, CatalogError: the catalog cannot be read.
         """
-        return self._checker().check_all(progress)
+        return self._checked(self._checker().check_all(progress))
 
     def verify_segments(
         self, segment_ids: Container[bytes], progress: Progress | None = None
@@ -1062,7 +1067,7 @@ class Vault:
 
         Raises: as `verify`.
         """
-        return self._checker().check_all(progress, only=segment_ids)
+        return self._checked(self._checker().check_all(progress, only=segment_ids))
 
     def provider_info(self) -> ProviderInfo:
         """Where the root keys are and what destroying one is worth."""
@@ -1115,6 +1120,7 @@ class Vault:
         """Tell the catalog what was used and how late it is, follow what it says of the clock."""
         if self.read_only:
             return
+        self._report_damage()
         self._report_use(wait=False)
         self._time.set_jump(self.policy().vault.clock_jump_s)
         if self._time.suspect:
@@ -1132,12 +1138,44 @@ class Vault:
             if wait:
                 noted.result()
 
+    def _report_damage(self) -> None:
+        """Have the audit log say what loads found altered or missing since it last said so: one
+        entry, however much that is."""
+        found = self._counters.take_damage()
+        if not found:
+            return
+        now = self._time.steady()
+        facts: dict[str, Fact] = {
+            "by": "load",
+            "segments": sorted(one.hex() for one in found if one != OTHERS),
+            "more_segments": OTHERS in found,
+            "altered": sum(one.altered for one in found.values()),
+            "missing": sum(one.missing for one in found.values()),
+        }
+        self._catalog.submit(lambda c: audit_log.append(c, "damage-found", now, facts))
+
+    def _checked(self, report: VerifyReport) -> VerifyReport:
+        """The same of what a check found. Somebody who may only look writes nothing."""
+        if (report.tampered or report.lost) and not self.read_only:
+            damaged = sorted(report.damaged_segments)
+            facts: dict[str, Fact] = {
+                "by": "check",
+                "segments": [one.hex() for one in damaged[:_MAX_DAMAGED]],
+                "more_segments": len(damaged) > _MAX_DAMAGED,
+                "altered": report.tampered,
+                "missing": report.lost,
+            }
+            now = self._time.steady()
+            self._catalog.write(lambda c: audit_log.append(c, "damage-found", now, facts))
+        return report
+
     def _leave_word(self) -> None:
         """Report for the last time. Else a clock that is set back before the next opening gains
         what has passed since the time was noted, and what was just used counts as unused."""
         if self.read_only:
             return
         with suppress(KvvaultError):
+            self._report_damage()
             self._report_use(wait=False)
             self._mark_time()
 

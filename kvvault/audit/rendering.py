@@ -18,7 +18,7 @@ __all__ = ["as_html", "as_markdown", "sections"]
 Section: TypeAlias = tuple[str, Sequence[tuple[str, str]]]
 
 _SHOWN_IDS: Final = 20
-_MARKDOWN: Final = re.compile(r"([\\`*_{}\[\]<>()#+!|~&-])")
+_MARKDOWN: Final = re.compile(r"([\\`*_{}\[\]()#+!|~-])")
 _STYLE: Final = (
     "body{font:12pt/1.4 serif;max-width:48em;margin:2em auto;padding:0 1em}"
     "h1{font-size:1.4em}h2{font-size:1.1em;margin:1.2em 0 .3em}"
@@ -191,4 +191,4 @@ def _plain(text: str) -> str:
 
 
 def _in_markdown(text: str) -> str:
-    return _MARKDOWN.sub(r"\\\1", _plain(text))
+    return _MARKDOWN.sub(r"\\\1", html.escape(_plain(text), quote=False))

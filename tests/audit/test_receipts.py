@@ -1,0 +1,374 @@
+"""What receipts say, when they are made, and that they stand on their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvvault import __version__
+from kvvault.audit.receipts import AUTOMATIC, Receipt, parse
+from kvvault.audit.rendering import as_html, as_markdown
+from kvvault.audit.verifying import check_receipt
+from kvvault.crypto.providers import EphemeralProvider
+from kvvault.crypto.providers.base import Assurance
+from kvvault.crypto.signing import Signer
+from kvvault.deleting import Trigger
+from kvvault.errors import CatalogCorruptError, FormatError, KeyDestroyedError, UsageError
+from kvvault.vault import Vault
+from tests.audit.conftest import SECRETS, Past
+from tests.core.support import BLOCK, Home, keys, namespace, put
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "vault")
+
+
+def receipts(vault: Vault) -> list[Receipt]:
+    return [parse(row.document) for row in vault.audit.receipts()]
+
+
+def segments(vault: Vault) -> list[bytes]:
+    return [facts.segment_id for facts in vault.segments() if facts.state.live]
+
+
+# -- the two phases --------------------------------------------------------------------------------
+
+
+def test_a_deletion_has_two_receipts_and_the_second_names_the_first(home: Home) -> None:
+    with home.create() as vault:
+        put(vault, vault.scope("acme", namespace()), keys(8))
+        doomed = segments(vault)[:1]
+        done = vault.execute(vault.plan_segments(doomed), actor="operator", reason="asked for")
+        [first] = receipts(vault)
+        assert (first.phase, done.blocks) == ("revoked", 4)
+        vault.purge()
+        [same, second] = receipts(vault)
+        assert same == first
+        assert second.phase == "purged"
+        assert second.content["revoked_receipt"] == {"id": first.receipt_id, "sha256": first.digest}
+        for name in ("deletion", "kept", "engine_copies"):
+            assert second.content[name] == first.content[name]
+        vault.purge()
+        assert len(receipts(vault)) == 2
+        assert vault.audit.verify().ok
+
+
+def test_what_a_receipt_says(home: Home) -> None:
+    """The fields of REQ-A2."""
+    with home.create() as vault:
+        put(vault, vault.scope("acme", namespace()), keys(8))
+        put(vault, vault.scope("other", namespace()), keys(4, 20), "other")
+        vault.place_hold(segment_id=segments(vault)[0], reason="why", actor="counsel")
+        doomed = segments(vault)[:2]
+        vault.execute(vault.plan_segments(doomed), actor="operator", reason="asked for")
+        vault.purge()
+        first, second = receipts(vault)
+        vault_id, policy = vault._vault_id.hex(), vault.applied_policy().policy.digest.hex()
+        info = vault.provider_info()
+        purge = vault.keys().last_purge
+    said = first.content
+    assert said["vault"] == vault_id
+    assert "cryptographic erase" in said["method"]
+    assert "plaintext" in said["media"]["type"]
+    assert said["tool"] == {"name": "kvvault", "version": __version__}
+    assert said["performed"]["by"] == "operator"
+    assert said["performed"]["at"] == said["deletion"]["revoked_at"]
+    assert said["performed"]["where"] == said["media"]["where"] != ""
+    assert said["deletion"]["trigger"] == "rm"
+    assert said["deletion"]["reason"] == "asked for"
+    assert said["deletion"]["policy_sha256"] == policy
+    assert said["deletion"]["blocks"] == 4
+    assert said["deletion"]["bytes"] == 4 * BLOCK
+    assert said["deletion"]["keys"] == {"count": 1, "ids": [doomed[1].hex()]}
+    assert said["kept"]["held_segments"] == 1
+    assert said["kept"]["held_blocks"] == 4
+    assert said["assurance"]["level"] == info.assurance.value
+    assert said["assurance"]["reason"] == info.reason
+    assert "backups" in said
+    assert "only after the purge" in said["verification"]["result"]
+    assert purge is not None
+    assert second.content["purge"]["root_key"] == purge.old_epoch
+    assert second.content["purge"]["result"] == "destroyed, and refused when it was tried"
+    for time in ("began_at", "destroyed_at", "verified_at"):
+        assert second.content["purge"][time].endswith("Z")
+    assert second.content["verification"]["method"] != said["verification"]["method"]
+
+
+def test_single_blocks_count_as_what_went_and_not_their_neighbours(home: Home) -> None:
+    with home.create() as vault:
+        scope = vault.scope("acme", namespace())
+        put(vault, scope, keys(4))
+        vault.execute(vault.plan_blocks(scope, keys(1)), actor="operator", reason="one")
+        [first] = receipts(vault)
+        tenant = scope._keys.keyed_id("log", b"tenant").hex()
+    assert first.content["deletion"]["blocks"] == 1
+    assert first.content["deletion"]["bytes"] == BLOCK
+    assert first.content["deletion"]["scope"] == {"tenant": tenant}
+
+
+def test_a_tenant_of_which_nothing_is_left_is_forgotten_with_receipts(home: Home) -> None:
+    with home.create() as vault:
+        vault.scope("acme", namespace())
+        vault.forget("acme")
+        vault.purge()
+        assert [one.phase for one in receipts(vault)] == ["revoked", "purged"]
+        assert receipts(vault)[0].content["deletion"]["trigger"] == "forget"
+        assert receipts(vault)[0].content["deletion"]["blocks"] == 0
+        assert vault.audit.verify().ok
+
+
+def test_nothing_to_delete_makes_no_receipt(home: Home) -> None:
+    with home.create() as vault:
+        vault.execute(vault.plan_segments([bytes(16)]), actor="operator", reason="none")
+        vault.forget("nobody")
+        vault.purge()
+        assert receipts(vault) == []
+
+
+def test_what_goes_by_itself_is_summed_up_once_per_purge(home: Home) -> None:
+    assert {"evict", "expire"} == AUTOMATIC
+    with home.create() as vault:
+        put(vault, vault.scope("acme", namespace()), keys(12))
+        for segment_id in segments(vault):
+            plan = vault._eraser.plan_segments([segment_id], Trigger.EVICT)
+            vault._eraser.execute(plan, actor="kvvault", reason="stores wait")
+        entries = [entry for entry in vault.audit.tail(100) if entry.kind == "deletion"]
+        assert [entry.facts["trigger"] for entry in entries] == ["evict"] * 3
+        assert receipts(vault) == []
+        vault.purge()
+        [only] = receipts(vault)
+        assert only.phase == "purged"
+        assert only.content["deletion"]["count"] == 3
+        assert only.content["deletion"]["blocks"] == 12
+        vault.purge()
+        assert receipts(vault) == [only]
+        assert vault.audit.verify().ok
+
+
+def test_a_deletion_without_a_first_receipt_gets_its_second(home: Home) -> None:
+    """Of an older kvvault, or one whose first receipt was altered."""
+    with home.create() as vault:
+        put(vault, vault.scope("acme", namespace()), keys(4))
+        vault.execute(vault.plan_segments(segments(vault)), actor="operator", reason="why")
+    with home.sql() as sql:
+        sql.execute("UPDATE receipts SET document=replace(document, 'why', 'wherefore')")
+    with home.open() as vault:
+        vault.purge()
+        second = receipts(vault)[1]
+    assert second.content["revoked_receipt"] is None
+    assert second.content["deletion"]["blocks"] == 4
+    assert second.authentic
+
+
+def test_many_keys_are_named_by_one_digest(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvvault.audit.receipts._MAX_KEY_IDS", 1)
+    with home.create() as vault:
+        put(vault, vault.scope("acme", namespace()), keys(8))
+        vault.forget("acme")
+        named = receipts(vault)[0].content["deletion"]["keys"]
+    assert set(named) == {"count", "sha256"}
+    assert named["count"] == 2
+
+
+def test_absurd_claims_of_a_row_keep_nothing_from_going(home: Home) -> None:
+    with home.create() as vault:
+        put(vault, vault.scope("acme", namespace()), keys(4))
+    with home.sql() as sql:
+        sql.execute("UPDATE segments SET blocks=4611686018427387904, synced=1")
+    with home.open(read_only=True) as vault:
+        ids = segments(vault)
+    with home.open() as vault:
+        vault.execute(vault.plan_segments(ids), actor="operator", reason="why")
+        assert all(one.authentic for one in receipts(vault))
+        assert vault.audit.verify().ok
+
+
+def test_a_logical_deletion_says_so(tmp_path: Path) -> None:
+    """A key file on this disk promises less than keys in memory."""
+    logical = Vault.create(tmp_path / "v", provider=f"file:{tmp_path / 'keys'}")
+    with logical as vault:
+        vault.scope("acme", namespace())
+        vault.forget("acme")
+        [first] = receipts(vault)
+    assert first.content["assurance"]["level"] == Assurance.LOGICAL.value
+    assert first.content["assurance"]["key_provider"] == "file"
+    assert "can be opened" in first.content["backups"]
+    assert str(tmp_path) not in first.document
+
+
+# -- the signing key -------------------------------------------------------------------------------
+
+
+def test_a_purge_keeps_the_signing_key_and_wraps_it_anew(home: Home) -> None:
+    with home.create() as vault:
+        before = vault.audit.key
+    with home.sql() as sql:
+        (old,) = sql.execute("SELECT value FROM meta WHERE name='signing_key'").fetchone()
+    with home.open() as vault:
+        vault.purge()
+        assert vault.audit.key == before
+        epoch = vault.keys().last_purge
+        assert epoch is not None
+        assert vault.check_keys().sound
+    with home.sql() as sql:
+        (new,) = sql.execute("SELECT value FROM meta WHERE name='signing_key'").fetchone()
+        (under,) = sql.execute("SELECT value FROM meta WHERE name='signing_epoch'").fetchone()
+    assert new != old
+    assert under.decode() == epoch.new_epoch
+    with pytest.raises(KeyDestroyedError):
+        home.provider.unwrap(epoch.old_epoch, old, b"")
+    with home.open() as vault:
+        assert vault.audit.key == before
+
+
+def test_a_signing_key_left_behind_keeps_the_old_root_key(home: Home) -> None:
+    """REQ-K3 counts it."""
+    with home.create() as vault:
+        vault.purge()
+        vault._catalog.write(
+            lambda c: c.exec_driver_sql(
+                "CREATE TRIGGER stays AFTER UPDATE ON meta WHEN new.name='signing_epoch' "
+                "BEGIN UPDATE meta SET value=old.value WHERE name='signing_epoch'; END"
+            )
+        )
+        with pytest.raises(CatalogCorruptError, match="1 rows"):
+            vault.purge()
+        vault._catalog.write(lambda c: c.exec_driver_sql("DROP TRIGGER stays"))
+
+
+def test_a_vault_of_an_older_kvvault_gets_a_key_when_it_is_opened_to_write(home: Home) -> None:
+    with home.create() as vault:
+        vault.scope("acme", namespace())
+    with home.sql() as sql:
+        sql.execute("DELETE FROM meta WHERE name IN ('signing_key', 'signing_epoch')")
+        sql.execute("DELETE FROM log_entries")
+    with home.open(read_only=True) as vault, pytest.raises(Exception, match="no signing key yet"):
+        _ = vault.audit.key
+    with home.open() as vault:
+        key = vault.audit.key
+        vault.forget("acme")
+        assert vault.audit.verify().ok
+    with home.open() as vault:
+        assert vault.audit.key == key
+        assert [entry.kind for entry in vault.audit.tail(100)].count("signing-key-made") == 1
+
+
+def test_the_seed_is_not_in_the_catalog(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[bytes] = []
+
+    def watched(seed: bytes) -> Signer:
+        seeds.append(bytes(seed))
+        return Signer(seed)
+
+    monkeypatch.setattr("kvvault.crypto.keys.Signer", watched)
+    with home.create():
+        pass
+    assert seeds
+    files = [path.read_bytes() for path in home.path.rglob("*") if path.is_file()]
+    assert not any(seeds[0] in raw or seeds[0].hex().encode() in raw for raw in files)
+
+
+# -- on their own ----------------------------------------------------------------------------------
+
+
+def test_a_receipt_is_checked_with_its_file_and_the_key_alone(past: Past) -> None:
+    with past.home.open(read_only=True) as vault:
+        texts = [vault.audit.prove(receipt).document for receipt in past.receipts]
+    for text in [*texts, json.dumps(json.loads(texts[0]), indent=2)]:
+        receipt = parse(text)
+        assert receipt.proof is not None
+        assert check_receipt(receipt, past.key) == []
+        assert check_receipt(receipt, None) == []
+
+
+def test_a_receipt_of_another_vault_is_not_proven(past: Past, home: Home) -> None:
+    with home.create() as vault:
+        assert check_receipt(past.receipts[0], vault.audit.key)
+        with pytest.raises(FormatError):
+            vault.audit.prove(past.receipts[0])
+
+
+def test_a_receipt_is_found_by_the_beginning_of_its_id(past: Past) -> None:
+    with past.home.open(read_only=True) as vault:
+        audit = vault.audit
+        for receipt in past.receipts:
+            assert audit.receipt(receipt.receipt_id[:12]) == receipt
+        for wrong in ("", "zz", "%"):
+            with pytest.raises(UsageError):
+                audit.receipt(wrong)
+
+
+@given(st.text(max_size=200))
+def test_what_is_no_receipt(text: str) -> None:
+    with pytest.raises(FormatError):
+        parse(text)
+
+
+@pytest.mark.parametrize("number", ["9007199254740993", "1e400", "NaN", "-0.0"])
+def test_a_number_that_could_be_another_is_no_receipt(past: Past, number: str) -> None:
+    text = past.receipts[0].document
+    changed = text.replace('"version":1', f'"version":{number}')
+    assert changed != text
+    with contextlib.suppress(FormatError):
+        assert check_receipt(parse(changed), past.key)
+
+
+def test_a_name_that_is_there_twice_is_no_receipt(past: Past) -> None:
+    text = past.receipts[0].document
+    with pytest.raises(FormatError):
+        parse(text.replace('{"', '{"signature":"AA==","', 1))
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def test_both_renderings_say_what_counts(past: Past) -> None:
+    first = past.receipts[0]
+    for text in (as_markdown(first), as_html(first)):
+        assert first.receipt_id in text
+        assert first.digest in text
+        assert "operator" in text
+        assert SECRETS["reason"] in text
+        assert str(first.content["deletion"]["blocks"]) in text
+        for ident in first.content["deletion"]["keys"]["ids"]:
+            assert ident in text
+    purged = next(one for one in past.receipts if one.phase == "purged")
+    assert "made unrecoverable" in as_html(purged)
+    assert purged.content["revoked_receipt"]["id"] in as_markdown(purged)
+
+
+def test_nothing_of_a_receipt_is_markup(home: Home) -> None:
+    hostile = "<script>alert(1)</script><img src=x>|`[x](http://x)`\u202e"
+    with home.create() as vault:
+        vault.scope("acme", namespace())
+        plan = vault.plan_tenant("acme")
+        assert plan is not None
+        vault.execute(plan, actor=hostile, reason=hostile)
+        [first] = receipts(vault)
+    page = as_html(first)
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "&lt;script&gt;" in page
+    assert "default-src" in page
+    assert "\u202e" not in page
+    assert "](http" not in as_markdown(first)
+    assert "<script" not in as_markdown(first)
+    assert "\\|" in as_markdown(first)
+
+
+def test_a_provider_that_is_closed_does_not_matter(home: Home) -> None:
+    """The signing key was opened with the vault: no deletion waits for the provider."""
+    provider = EphemeralProvider()
+    home.provider = provider
+    with home.create() as vault:
+        put(vault, vault.scope("acme", namespace()), keys(4))
+        provider.unwrap = None  # type: ignore[method-assign,assignment]
+        provider.wrap = None  # type: ignore[method-assign,assignment]
+        vault.execute(vault.plan_segments(segments(vault)), actor="operator", reason="why")
+        assert len(receipts(vault)) == 1
