@@ -14,6 +14,7 @@ from kvvault.cli.commands import (
     keys,
     listing,
     policy,
+    report,
     vault,
 )
 
@@ -28,6 +29,7 @@ def register_all(app: typer.Typer) -> None:
     hold.register(app)
     keys.register(app)
     policy.register(app)
+    report.register(app)
     doctor.register(app)
     jobs.register(app)
     clock.register(app)
