@@ -50,8 +50,8 @@ from kvvault.errors import (
     VaultNotFoundError,
 )
 from kvvault.evicting import EvictionReport, Evictor
-from kvvault.governing import AppliedPolicy, Governed, Governor
-from kvvault.holding import Hold, Holder
+from kvvault.governing import AppliedPolicy, Governed, Governor, PastPolicy
+from kvvault.holding import Hold, Holder, find_tenant
 from kvvault.keylooking import KeyCheck, KeysReport
 from kvvault.keyring import KeyRing, another_tenants_row, with_current
 from kvvault.model import (
@@ -997,6 +997,15 @@ class Vault:
         self._check_open()
         return self._governor.applied()
 
+    def policies(self) -> list[PastPolicy]:
+        """Every policy that was ever in force, oldest first.
+
+        Raises:
+            StorageError, CatalogError.
+        """
+        self._check_open()
+        return self._governor.history()
+
     @property
     def time(self) -> VaultTime:
         """The vault's own time."""
@@ -1068,6 +1077,33 @@ class Vault:
         Raises: as `verify`.
         """
         return self._checked(self._checker().check_all(progress, only=segment_ids))
+
+    def tenant_keys(self, tenant: str) -> TenantKeys | None:
+        """A tenant's keys, to make keyed ids with; None when there is no tenant of that name. They
+        are this vault's: not for closing.
+
+        Raises:
+            VaultKeyError: they cannot be had; WrongKeyError: also when the catalog was altered.
+            StorageError, CatalogError.
+        """
+        self._check_open()
+
+        def find() -> TenantRow | None:
+            return find_tenant(self._catalog, self._ring, tenant)
+
+        return with_current(
+            find, lambda row: None if row is None else self._ring.named(row, tenant)
+        )
+
+    def root_epochs(self) -> list[str]:
+        """Root keys that the key provider has, oldest first: of this vault and, where it keeps
+        those of several, of others.
+
+        Raises:
+            VaultKeyError: it does not say.
+        """
+        self._check_open()
+        return self._provider.epochs()
 
     def provider_info(self) -> ProviderInfo:
         """Where the root keys are and what destroying one is worth."""

@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Row,
     and_,
     delete,
     exists,
@@ -374,8 +376,14 @@ def current_policy(connection: Connection) -> PolicyRow | None:
     row = connection.execute(
         select(t.policies).order_by(t.policies.c.policy_no.desc()).limit(1)
     ).first()
-    if row is None:
-        return None
+    return None if row is None else policy_row(row)
+
+
+def policy_row(row: Row[Any]) -> PolicyRow:
+    """
+    Raises:
+        CatalogCorruptError: it cannot be one.
+    """
     m = row._mapping
     try:
         applied_at = float(m["applied_at"])

@@ -15,6 +15,7 @@ from kvvault.cli.commands import (
     keys,
     listing,
     policy,
+    report,
     vault,
 )
 
@@ -30,6 +31,7 @@ def register_all(app: typer.Typer) -> None:
     keys.register(app)
     policy.register(app)
     audit.register(app)
+    report.register(app)
     doctor.register(app)
     jobs.register(app)
     clock.register(app)
