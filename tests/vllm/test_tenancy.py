@@ -113,6 +113,7 @@ def nested(depth: int) -> dict[str, object]:
         {"x\n": "x"},
         {"x": "\ud800"},
         {str(i): "x" for i in range(9)},
+        {str(i): "\U0001f600" * 128 for i in range(2)},
         {str(i): "x" for i in range(1_000_000)},
         nested(10_000),
     ],

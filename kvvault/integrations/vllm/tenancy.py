@@ -11,11 +11,14 @@ keys with short values is looked at; nothing is walked deeper than the labels, l
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 
+from kvvault.prompting import Prompt
 from kvvault.vault import Scope
 
 PARAMS_KEY = "kvvault"
@@ -25,6 +28,8 @@ _MAX_PREVIEW = 256
 _MAX_LABELS = 8
 _MAX_LABEL_NAME = 64
 _MAX_LABEL_VALUE = 128
+_MAX_LABEL_BYTES = 2048
+"""All of them, as ASCII JSON, which is what is encrypted of them."""
 _MAX_SCOPES = 256
 """Places (tenant, class, labels) that are remembered, the least recently used one forgotten: a
 client that keeps inventing some costs itself time, and others nothing but that."""
@@ -71,6 +76,47 @@ class RequestState:
     said: Claim | None = field(default=None, repr=False)
     """What it says of itself, until `prompt` has it."""
     failed: set[bytes] = field(default_factory=set)
+    prompt: Prompt | None = None
+    """For the inventory, until it was handed over; None also for requests that keep nothing."""
+    chain: Mapping[bytes, int] | None = field(default=None, repr=False)
+    """Its blocks and the tokens at which they end: vLLM's own, see `shims.chain`."""
+    noted: dict[bytes, int] = field(default_factory=dict, repr=False)
+    """The same, where vLLM has none: those that the tier was asked for."""
+    asked: int | None = None
+    """How many of `chain` are the prompt's; the later ones are of what was generated."""
+    used: bool = False
+    """Whether it was scheduled, or something stored or loaded for it."""
+    stores: int = 0
+    """Store jobs under way."""
+    finished: bool = False
+    """No more jobs will come."""
+
+    def reused_or_stored(self, *, prompts_only: bool) -> Mapping[bytes, int]:
+        """What it may have in common with others: its chain, by reference."""
+        if self.chain is None:
+            return self.noted
+        if not prompts_only or self.asked is None or self.asked == len(self.chain):
+            return self.chain
+        return _First(self.chain, self.asked)
+
+
+class _First(Mapping[bytes, int]):
+    """The first entries of a dictionary, without copying it."""
+
+    __slots__ = ("_count", "_whole")
+
+    def __init__(self, whole: Mapping[bytes, int], count: int) -> None:
+        self._whole = whole
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[bytes]:
+        return islice(self._whole, self._count)
+
+    def __getitem__(self, key: bytes) -> int:
+        return self._whole[key]
 
 
 def claim(params: object) -> Claim | None:
@@ -129,6 +175,7 @@ def _are_labels(value: object) -> bool:
             _is_name(name, _MAX_LABEL_NAME) and _is_name(text, _MAX_LABEL_VALUE)
             for name, text in value.items()
         )
+        and len(json.dumps(value)) <= _MAX_LABEL_BYTES
     )
 
 
