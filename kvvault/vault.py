@@ -147,9 +147,11 @@ class Scope:
         """
         return self._keys.block_id(self.namespace.digest, key)
 
-    def asking(self, retention_class: str | None) -> Scope:
-        """The same place, for a request that asks for a retention class. No I/O."""
-        return Scope(self.tenant, self._keys, self.namespace, self.labels, retention_class)
+    def asking(self, retention_class: str | None, labels: Mapping[str, str] | None = None) -> Scope:
+        """The same place, for a request that asks for a retention class and bears labels (the
+        scope's own win over them; such as `Vault.scope` takes). No I/O."""
+        both = {**(labels or {}), **self.labels}
+        return Scope(self.tenant, self._keys, self.namespace, both, retention_class)
 
     @property
     def keys(self) -> TenantKeys:
