@@ -14,6 +14,7 @@ from kvvault.cli.commands import (
     keys,
     listing,
     policy,
+    prompts,
     vault,
 )
 
@@ -24,6 +25,7 @@ def register_all(app: typer.Typer) -> None:
     """Add every command to `app`."""
     vault.register(app)
     listing.register(app)
+    prompts.register(app)
     deleting.register(app)
     hold.register(app)
     keys.register(app)
