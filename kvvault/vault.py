@@ -70,10 +70,12 @@ from kvvault.model import (
     VerifyReport,
 )
 from kvvault.options import VaultOptions
+from kvvault.origins import OfPrompt
 from kvvault.policy import shipped
 from kvvault.policy.decide import Verdict
 from kvvault.policy.document import Policy
-from kvvault.prompting import OfPrompt, Prompt, Recorder
+from kvvault.prompting import Prompt, Recorder
+from kvvault.prompts import Prompts
 from kvvault.purging import Purger, PurgeReport
 from kvvault.reading import ALWAYS, NOWHERE, Reader
 from kvvault.recovery import Recovery
@@ -692,6 +694,41 @@ class Vault:
         if self._closed or self.read_only or os.getpid() != self._pid:
             return
         self._recorder.record(prompt, chain)
+
+    @property
+    def prompts(self) -> Prompts:
+        """The inventory: which prompts persist."""
+        self._check_open()
+        return Prompts(self._catalog, self._ring, self._view, self._time)
+
+    def note_question(self, command: str, *, tenant_id: bytes | None = None, rows: int) -> None:
+        """Write down that somebody asked which prompts persist: an entry of the audit log, also of
+        a vault that is open for reading. `rows`: how much the answer tells.
+
+        Raises:
+            StorageError, CatalogError: it cannot be written, so the answer must not be given.
+        """
+        self._check_open()
+        facts: dict[str, Fact] = {
+            "command": command,
+            "rows": rows,
+            "tenant": self._log_id(tenant_id),
+        }
+        note = partial(audit_log.append, kind="question", at=self._time.steady(), facts=facts)
+        if not self.read_only:
+            self._catalog.write(note)
+            return
+        catalog = Catalog.open(layout.catalog_path(self.path))
+        try:
+            catalog.write(note)
+        finally:
+            catalog.close()
+
+    def _log_id(self, tenant_id: bytes | None) -> str | None:
+        if tenant_id is None:
+            return None
+        row = self._catalog.read(partial(operations.get_tenant, tenant_id=tenant_id))
+        return None if row is None else self._ring.tenant(row).keyed_id("log", b"tenant").hex()
 
     def settle_prompts(self) -> None:
         """Wait until the inventory has what this process handed over."""

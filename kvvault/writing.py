@@ -39,7 +39,7 @@ from kvvault.errors import ClosedError, KvvaultError, StorageError, WrongKeyErro
 from kvvault.governing import LABELS, Governed, Inherited
 from kvvault.model import Guard, Namespace, PutReport
 from kvvault.options import VaultOptions
-from kvvault.prompting import Origins, Part
+from kvvault.origins import Origins, Part
 from kvvault.sealing import Sealer
 from kvvault.segments.format import MAX_SLOTS, segment_name
 from kvvault.segments.io import SegmentDir, SegmentFile

@@ -15,6 +15,7 @@ from kvvault.cli.commands import (
     keys,
     listing,
     policy,
+    prompts,
     report,
     vault,
 )
@@ -26,6 +27,7 @@ def register_all(app: typer.Typer) -> None:
     """Add every command to `app`."""
     vault.register(app)
     listing.register(app)
+    prompts.register(app)
     deleting.register(app)
     hold.register(app)
     keys.register(app)
