@@ -28,7 +28,7 @@ from kvvault.audit.receipts import (
     Issuer,
     Kept,
 )
-from kvvault.catalog import operations, retention, revoking
+from kvvault.catalog import operations, protecting, retention, revoking
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.log import Fact
 from kvvault.errors import ClosedError, HeldError, StorageError
@@ -406,12 +406,15 @@ class Eraser:
         ids = [facts.segment_id for facts in plan.segments]
         tenant_id = plan.tenant_id
 
-        def look(connection: Connection) -> tuple[list[retention.Candidate], bool]:
-            return retention.live_among(connection, ids), (
-                tenant_id is not None and retention.tenant_held(connection, tenant_id)
+        def look(connection: Connection) -> tuple[list[retention.Candidate], bool, set[bytes]]:
+            return (
+                retention.live_among(connection, ids),
+                tenant_id is not None and retention.tenant_held(connection, tenant_id),
+                set(protecting.kept(connection)),
             )
 
-        found, tenant_held = self._catalog.read(look)
+        found, tenant_held, protected = self._catalog.read(look)
+        found = [replace(one, held=one.held or one.facts.segment_id in protected) for one in found]
         kept = sum(one.held for one in found)
         if tenant_id is not None and (kept or tenant_held):
             raise _held(kept)

@@ -912,26 +912,39 @@ class Vault:
         reason: str,
         actor: str,
         tenant: str | None = None,
+        subject: str | None = None,
+        prompt_id: bytes | None = None,
         segment_id: bytes | None = None,
     ) -> Hold:
-        """Stop expiry, eviction and erasure of what a tenant has and will have, or of one segment.
-        `reason` and `actor` are recorded as they are: nothing personal.
+        """Stop expiry, eviction and erasure of what a tenant, or a subject of it, has and will
+        have, of one prompt, or of one segment. `reason` and `actor` are recorded as they are:
+        nothing personal.
 
         Raises:
-            ValueError: not exactly one of `tenant` and `segment_id`.
+            ValueError: not exactly one of `tenant`, `tenant` with `subject`, `prompt_id` and
+                `segment_id`.
             UsageError: the vault has no such thing; `reason` or `actor` is no usable text.
             WrongKeyError, StorageError, CatalogError.
         """
         self._check_writable()
         now = self._time.steady()
         with self._fence.exclusive(HOLDS_LOCK, self.options.lock_timeout_s):
-            if tenant is not None and segment_id is None:
-                return self._holder.place_on_tenant(tenant, reason=reason, actor=actor, now=now)
-            if segment_id is not None and tenant is None:
-                return self._holder.place_on_segment(
-                    segment_id, reason=reason, actor=actor, now=now
-                )
-        raise ValueError("a hold is on a tenant or on a segment")
+            match (tenant, subject, prompt_id, segment_id):
+                case (str(), None, None, None):
+                    return self._holder.place_on_tenant(tenant, reason=reason, actor=actor, now=now)
+                case (str(), str(), None, None):
+                    return self._holder.place_on_subject(
+                        tenant, subject, reason=reason, actor=actor, now=now
+                    )
+                case (None, None, bytes(), None):
+                    return self._holder.place_on_prompt(
+                        prompt_id, reason=reason, actor=actor, now=now
+                    )
+                case (None, None, None, bytes()):
+                    return self._holder.place_on_segment(
+                        segment_id, reason=reason, actor=actor, now=now
+                    )
+        raise ValueError("a hold is on a tenant, a subject, a prompt or a segment")
 
     def clear_hold(self, number: int, *, reason: str, actor: str) -> DeletionReport:
         """End a hold; what is past its deadline and no other hold keeps is destroyed now.

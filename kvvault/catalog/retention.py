@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from kvvault.catalog import log, operations
+from kvvault.catalog import log, operations, protecting
 from kvvault.catalog import schema as t
 from kvvault.catalog.log import Fact
 from kvvault.catalog.operations import LIVE, next_change
@@ -132,8 +132,8 @@ def next_deadline(connection: Connection, *, after: float | None = None) -> floa
 def held(*, whole: bool = False) -> ColumnElement[bool]:
     """Segments that a hold protects. `whole`: not because of single blocks in them, which may be
     written to another segment."""
-    s, h = t.segments.c, t.holds.c
-    return exists(
+    s, h, p = t.segments.c, t.holds.c, t.hold_segments.c
+    of_all = exists(
         select(h.hold_no).where(
             h.cleared_at.is_(None),
             or_(
@@ -142,6 +142,9 @@ def held(*, whole: bool = False) -> ColumnElement[bool]:
             ),
         )
     )
+    if whole:
+        return of_all
+    return or_(of_all, exists(select(p.segment_id).where(p.segment_id == s.segment_id)))
 
 
 def held_segments(connection: Connection) -> set[bytes]:
@@ -245,6 +248,8 @@ def revoke(
     :param about: what else the log says of it; keyed ids only.
     """
     s = t.segments.c
+    if not compacting:
+        protecting.protect(connection)
     ids: list[bytes] = []
     blocks = data_bytes = kept = 0
     for chunk in operations.chunks(segment_ids):
@@ -335,6 +340,7 @@ def forget_tenant(
 
     Deleting the tenant's row alone makes everything of it unreadable: its key is in no other place.
     """
+    protecting.protect(connection)
     found = live_of_tenant(connection, tenant_id)
     kept = sum(one.held for one in found)
     if kept or tenant_held(connection, tenant_id):

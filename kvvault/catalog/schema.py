@@ -203,6 +203,19 @@ holds = Table(
 )
 """Legal holds. `target`: a tenant's or segment's id, or a keyed id of a subject or prompt."""
 
+hold_segments = Table(
+    "hold_segments",
+    metadata,
+    Column(
+        "segment_id",
+        LargeBinary,
+        ForeignKey("segments.segment_id", ondelete="CASCADE"),
+        primary_key=True,
+    ),
+)
+"""Segments with blocks of subjects or prompts that are held, as of when somebody last looked: a
+hold is placed, or keys are about to be destroyed (`kvvault.catalog.protecting`)."""
+
 leases = Table(
     "leases",
     metadata,

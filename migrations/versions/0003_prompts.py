@@ -40,6 +40,17 @@ def upgrade() -> None:
     )
     op.create_index("ix_revoked_blocks_segment_id", "revoked_blocks", ["segment_id"])
     op.create_table(
+        "hold_segments",
+        sa.Column("segment_id", sa.LargeBinary(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["segment_id"],
+            ["segments.segment_id"],
+            name="fk_hold_segments_segment_id_segments",
+            ondelete="CASCADE",
+        ),
+        sa.PrimaryKeyConstraint("segment_id", name="pk_hold_segments"),
+    )
+    op.create_table(
         "scopes",
         sa.Column("scope_no", sa.Integer(), autoincrement=True, nullable=False),
         sa.Column("tenant_id", sa.LargeBinary(), nullable=False),
@@ -169,6 +180,7 @@ def downgrade() -> None:
         "prompts",
         "texts",
         "scopes",
+        "hold_segments",
         "revoked_blocks",
     ):
         op.drop_table(table)
