@@ -142,6 +142,8 @@ class DeletionReport:
     waiting_segments: int = 0
     """Of single blocks: segments whose keys are not destroyed yet, because what else is in them
     could not be written to others. Nothing that was revoked is served; a job tries again."""
+    deletion_no: int | None = None
+    """Its number in the catalog; None when nothing went."""
 
     def __add__(self, later: DeletionReport) -> DeletionReport:
         return DeletionReport(
@@ -152,6 +154,7 @@ class DeletionReport:
             max(self.held_segments, later.held_segments),
             later.revoked_at,
             later.waiting_segments,
+            later.deletion_no if self.deletion_no is None else self.deletion_no,
         )
 
 
@@ -334,6 +337,7 @@ class Eraser:
             done.data_bytes,
             done.held + len(plan.held),
             now,
+            deletion_no=done.deletion_no,
         )
 
     def scope(self, plan: DeletionPlan) -> dict[str, Fact]:

@@ -135,6 +135,7 @@ class BlockEraser:
             done.data_bytes,
             done.held + len(plan.held),
             now,
+            deletion_no=done.deletion_no,
         )
 
     def _compact(self) -> int:

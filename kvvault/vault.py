@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from kvvault import inventory, keylooking, layout
 from kvvault.applying import Applier, PolicyDiff
 from kvvault.audit.checkpoint import VerifierKey, origin_of
 from kvvault.audit.log import AuditLog
-from kvvault.audit.receipts import Issuer
+from kvvault.audit.receipts import EngineCopy, Issuer
 from kvvault.catalog import log as audit_log
 from kvvault.catalog import operations, purging, retention
 from kvvault.catalog.catalog import Catalog
@@ -74,6 +74,8 @@ from kvvault.origins import OfPrompt
 from kvvault.policy import shipped
 from kvvault.policy.decide import Verdict
 from kvvault.policy.document import Policy
+from kvvault.prompterasing import ErasurePlan, PromptEraser
+from kvvault.promptfacts import Condition
 from kvvault.prompting import Prompt, Recorder
 from kvvault.prompts import Prompts
 from kvvault.purging import Purger, PurgeReport
@@ -820,6 +822,36 @@ class Vault:
         ids = frozenset(scope.block_id(key) for key in keys)
         targets = Targets(scope.tenant_id, scope.namespace.digest, ids)
         return self._eraser.plan_blocks([targets])
+
+    def plan_erasure(
+        self,
+        conditions: Sequence[Condition],
+        *,
+        tenant: str | None = None,
+        numbers: Iterable[int] | None = None,
+        include_shared: bool = False,
+    ) -> ErasurePlan:
+        """What erasing prompts would do. See `kvvault.prompterasing.PromptEraser.plan`."""
+        self._check_open()
+        self._recorder.settle()  # what this process has just stored or reused is asked about, too
+        return self._prompt_eraser().plan(
+            conditions, tenant=tenant, numbers=numbers, include_shared=include_shared
+        )
+
+    def erase(
+        self,
+        plan: ErasurePlan,
+        *,
+        actor: str,
+        reason: str,
+        engine: Sequence[EngineCopy] = (),
+    ) -> DeletionReport:
+        """Erase prompts. See `kvvault.prompterasing.PromptEraser.execute`."""
+        self._check_writable()
+        return self._prompt_eraser().execute(plan, actor=actor, reason=reason, engine=engine)
+
+    def _prompt_eraser(self) -> PromptEraser:
+        return PromptEraser(self._catalog, self._ring, self.prompts, self._block_eraser)
 
     def delete_segments(self, segment_ids: Sequence[bytes]) -> int:
         """Destroy segments, but for those that a hold keeps; returns how many went. When it

@@ -23,6 +23,16 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
 
+_FORGET = """
+    UPDATE prompts SET gone = 1, subject_no = NULL, labels_no = NULL, request_id = NULL,
+        sealed = NULL, prompt_id = x'', first_used = 0, last_used = 0, end_token = 0
+    WHERE prompt_no IN ({some}) AND gone = 0
+"""
+
+_DROP_GONE = """
+    DELETE FROM prompts WHERE gone = 1 AND prompt_no NOT IN (SELECT via_no FROM prompt_links)
+"""
+
 _MANY = 500
 """Numbers in one statement."""
 
@@ -293,32 +303,28 @@ def prune(connection: Connection, numbers: Collection[int]) -> int:
     went = 0
     for some in _some(numbers):
         direct(connection, f"DELETE FROM prompt_links WHERE prompt_no IN ({some})")  # noqa: S608
-        _, changed = direct(
-            connection,
-            f"""
-            UPDATE prompts SET gone = 1, subject_no = NULL, labels_no = NULL, request_id = NULL,
-                sealed = NULL, prompt_id = x'', first_used = 0, last_used = 0, end_token = 0
-            WHERE prompt_no IN ({some}) AND gone = 0
-            """,  # noqa: S608
-        )
+        _, changed = direct(connection, _FORGET.format(some=some))
         went += changed
     drop_unneeded(connection)
     return went
 
 
+def erase(connection: Connection, numbers: Collection[int]) -> None:
+    """Take prompts out of the inventory whose blocks may stay, because others share them: what
+    leads through them to these stays, without anything about them."""
+    for some in _some(numbers):
+        direct(connection, _FORGET.format(some=some))
+    drop_unneeded(connection)
+
+
 def drop_unneeded(connection: Connection) -> None:
     """Delete prompts that are gone and that no link leads through, and texts of no prompt."""
-    direct(
-        connection,
-        """
-        DELETE FROM prompts WHERE gone = 1
-            AND prompt_no NOT IN (SELECT via_no FROM prompt_links)
-        """,
-    )
-    direct(
-        connection,
-        "DELETE FROM prompt_links WHERE prompt_no NOT IN (SELECT prompt_no FROM prompts)",
-    )
+    while direct(connection, _DROP_GONE)[1]:
+        # Each that goes takes its own links along, through which others may have been needed.
+        direct(
+            connection,
+            "DELETE FROM prompt_links WHERE prompt_no NOT IN (SELECT prompt_no FROM prompts)",
+        )
     direct(
         connection,
         """
