@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvvault.vault import Vault
 from tests.cli.conftest import Place
-from tests.cli.support import Result, run
+from tests.cli.support import TENANTS, Result, fill, run
 
 
 @pytest.fixture
@@ -165,12 +166,17 @@ def test_json_of_a_receipt_is_what_verify_takes(deleted: Place, tmp_path: Path) 
     assert run("receipt", "verify", file).code == 0
 
 
-def test_a_purge_adds_the_second_receipt(deleted: Place) -> None:
-    assert run("purge", *deleted.flags).code == 0
-    rows = run("receipt", "ls", *deleted.flags, "--json").document["receipts"]
+def test_a_purge_adds_the_second_receipt(tmp_path: Path) -> None:
+    """In a vault of its own: a purge takes the root key that the others share."""
+    path = tmp_path / "vault"
+    with Vault.create(path, provider=f"file:{tmp_path / 'key'}") as vault:
+        fill(vault)
+        vault.forget(TENANTS[0])
+    assert run("purge", "--vault", path).code == 0
+    rows = run("receipt", "ls", "--vault", path, "--json").document["receipts"]
     assert [row["phase"] for row in rows] == ["revoked", "purged"]
-    assert "made unrecoverable" in run("receipt", "show", rows[1]["id"], *deleted.flags).out
-    assert run("audit", "verify", *deleted.flags).code == 0
+    assert "made unrecoverable" in run("receipt", "show", rows[1]["id"], "--vault", path).out
+    assert run("audit", "verify", "--vault", path).code == 0
 
 
 def test_what_makes_no_sense(deleted: Place, tmp_path: Path) -> None:
