@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 _MAX_TEXT = 500
 
+_MOST = (1 << 63) - 1
+"""The largest number SQLite keeps as such."""
+
 
 class HoldKind(StrEnum):
     """What a hold is on."""
@@ -171,6 +174,7 @@ class Holder:
         """
         check_text("reason", reason)
         check_text("actor", actor)
+        _check_number(number)
         row = self._catalog.write(
             lambda c: holds.clear(c, number, reason=reason, actor=actor, now=now)
         )
@@ -187,9 +191,10 @@ class Holder:
             UsageError: there is none of that number.
             StorageError, CatalogError.
         """
+        _check_number(number)
         row = self._catalog.read(lambda c: holds.get_hold(c, number))
         if row is None:
-            raise UsageError("there is no hold of that number", hint="see `kvvault hold ls --all`")
+            raise _no_such_hold()
         return self._complete([row])[0]
 
     def list_holds(self, *, cleared: bool = False) -> list[Hold]:
@@ -288,6 +293,19 @@ def check_text(what: str, text: str) -> None:
             f"that is not a usable {what}",
             hint=f"write 1 to {_MAX_TEXT} printable characters, on one line",
         )
+
+
+def _check_number(number: int) -> None:
+    """
+    Raises:
+        UsageError: no hold can have such a number.
+    """
+    if not 0 < number <= _MOST:
+        raise _no_such_hold()
+
+
+def _no_such_hold() -> UsageError:
+    return UsageError("there is no hold of that number", hint="see `kvvault hold ls --all`")
 
 
 def _unknown_tenant() -> UsageError:

@@ -185,7 +185,12 @@ class Scope:
 
 
 class Vault:
-    """An open vault. Use `create` or `open`; close it, or use it as a context manager."""
+    """An open vault. Use `create` or `open`; close it, or use it as a context manager.
+
+    After `close`, and in a process forked from the one that opened it, whatever needs the catalog,
+    the segments or the keys raises ClosedError. `contains` and `touch` never raise; what is known
+    without them (`counters`, `path`, `time`, `provider_info`) can still be asked.
+    """
 
     def __init__(
         self,
@@ -893,6 +898,7 @@ class Vault:
         Raises:
             StorageError, CatalogError.
         """
+        self._check_open()
         now = self._time.steady()
         if self._view.earliest_deadline() > now:
             return False
@@ -919,6 +925,7 @@ class Vault:
     @property
     def catalog(self) -> Catalog:
         """For the jobs' lease and history, and for `kvvault.health`; nobody else."""
+        self._check_open()
         return self._catalog
 
     def _expire_at_opening(self) -> None:
@@ -1021,6 +1028,7 @@ class Vault:
         Raises:
             StorageError, CatalogError.
         """
+        self._check_open()
         _, since = self._catalog.read(purging.waiting)
         limit = _PURGE_AT * self.policy().vault.purge_interval_s
         return since is not None and self._time.steady() - since >= limit
@@ -1071,6 +1079,7 @@ class Vault:
         Raises:
             CatalogError, StorageError: it cannot be read.
         """
+        self._check_open()
         return self._governor.current()[1]
 
     def applied_policy(self) -> AppliedPolicy:
@@ -1126,18 +1135,22 @@ class Vault:
 
     def segments(self) -> list[SegmentFacts]:
         """Every segment the catalog knows, tombstones included, oldest first."""
+        self._check_open()
         return [row.facts for row in self._catalog.read(operations.list_segments)]
 
     def namespaces(self) -> list[NamespaceFacts]:
         """Every namespace, oldest first."""
+        self._check_open()
         return self._catalog.read(operations.list_namespaces)
 
     def tenants(self) -> list[TenantFacts]:
         """Every tenant, oldest first; names only where their keys can be had."""
+        self._check_open()
         return inventory.tenants(self._catalog, self._ring)
 
     def stats(self) -> VaultStats:
         """Counters of this process and totals of the vault."""
+        self._check_open()
         return inventory.stats(self._catalog, self._counters, self._view.index_bytes)
 
     def counters(self) -> dict[str, int]:
@@ -1151,6 +1164,7 @@ class Vault:
         Raises:
             StorageError, CatalogError: the catalog cannot be read.
         """
+        self._check_open()
         return self._checked(self._checker().check_all(progress))
 
     def verify_segments(
@@ -1160,6 +1174,7 @@ class Vault:
 
         Raises: as `verify`.
         """
+        self._check_open()
         return self._checked(self._checker().check_all(progress, only=segment_ids))
 
     def tenant_keys(self, tenant: str) -> TenantKeys | None:

@@ -101,9 +101,12 @@ def _raw(value: Value, kind: Kind) -> Value:
 def _clean(text: str) -> str:
     """On one line, and nothing in it that is not shown: control characters and what turns the
     direction of a text around are written as escapes."""
+    line = " ".join(text.split())
+    if line.isprintable():
+        return line
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in " ".join(text.split())
+        for char in line
     )
 
 
