@@ -235,9 +235,9 @@ class TestPlacing:
         assert vault.holds(cleared=True) == []
 
     def test_on_one_thing(self, vault: Vault, alice: Scope) -> None:
-        with pytest.raises(ValueError, match="tenant or on a segment"):
+        with pytest.raises(ValueError, match="a hold is on a tenant"):
             hold(vault)
-        with pytest.raises(ValueError, match="tenant or on a segment"):
+        with pytest.raises(ValueError, match="a hold is on a tenant"):
             hold(vault, tenant="alice", segment=only_segment(vault, alice))
 
     @pytest.mark.parametrize("text", ["", "  ", "a\nb", "\x1b[2J", "x" * 501])
