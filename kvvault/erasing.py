@@ -19,6 +19,7 @@ from functools import partial
 
 from sqlalchemy import Connection
 
+from kvvault.audit.receipts import EngineCopy
 from kvvault.catalog import operations, retention, revoking
 from kvvault.catalog.catalog import Catalog
 from kvvault.deleting import (
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 _ROUNDS = 5
 """How often a deletion looks whether its blocks were stored again meanwhile, and a compaction
 whether more of a segment was revoked."""
+
+AskEngine = Callable[[], Sequence[EngineCopy]]
+"""Asks an engine to drop its own copies; says what became of them. May take half a minute."""
 
 Also = Callable[[Connection], None]
 """What else belongs into the transaction that revokes."""
@@ -63,10 +67,12 @@ class BlockEraser:
         reason: str,
         particulars: Particulars | None = None,
         also: Also | None = None,
+        engine: AskEngine | None = None,
     ) -> DeletionReport:
         """Delete single blocks wherever they are now. When it returns, none of them that no hold
         keeps is served by any process. `also` belongs to it: it happens, and is written down, even
-        when no block is left to go.
+        when no block is left to go. `engine` is called when nothing is served any more; the receipt
+        waits for what it says.
 
         Raises:
             VaultLockedError: a stopped process is in the middle of publishing a load, or of copying
@@ -74,7 +80,9 @@ class BlockEraser:
             StorageError, CatalogError: nothing, or not everything, is revoked.
         """
         said = particulars or Particulars(self._eraser.scope(plan))
-        report = self._revoke(plan, actor, reason, said, also)
+        report = self._revoke(plan, actor, reason, said, also, certify=engine is None)
+        if engine is not None:
+            self._ask(engine, plan, report, said, actor, reason)
         with self._rewriter.alone():
             for _ in range(_ROUNDS):
                 again = self._eraser.plan_blocks(plan.targets, plan.trigger)
@@ -102,6 +110,8 @@ class BlockEraser:
         reason: str,
         particulars: Particulars,
         also: Also | None,
+        *,
+        certify: bool = True,
     ) -> DeletionReport:
         now = self._time.steady()
         places = {
@@ -121,9 +131,10 @@ class BlockEraser:
             )
             if also is not None:
                 also(connection)
-            self._eraser.certify(
-                connection, plan, done, particulars, now=now, actor=actor, reason=reason
-            )
+            if certify:
+                self._eraser.certify(
+                    connection, plan, done, particulars, now=now, actor=actor, reason=reason
+                )
             return done
 
         done = self._catalog.write(write)
@@ -137,6 +148,39 @@ class BlockEraser:
             now,
             deletion_no=done.deletion_no,
         )
+
+    def _ask(
+        self,
+        engine: AskEngine,
+        plan: DeletionPlan,
+        report: DeletionReport,
+        particulars: Particulars,
+        actor: str,
+        reason: str,
+    ) -> None:
+        """Have an engine's copies dropped, and issue the receipt, whatever comes of it."""
+        copies: tuple[EngineCopy, ...] = (EngineCopy("engine", False, "it was not asked"),)
+        try:
+            copies = tuple(engine())
+        finally:
+            done = retention.Revoked(
+                tuple(facts.segment_id for facts in plan.segments),
+                report.blocks,
+                report.data_bytes,
+                report.held_segments - len(plan.held),
+                deletion_no=report.deletion_no,
+            )
+            self._catalog.write(
+                lambda connection: self._eraser.certify(
+                    connection,
+                    plan,
+                    done,
+                    replace(particulars, engine=copies),
+                    now=report.revoked_at,
+                    actor=actor,
+                    reason=reason,
+                )
+            )
 
     def _compact(self) -> int:
         """The caller is alone."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
@@ -58,10 +58,15 @@ class Hold:
     cleared_at: float | None
     cleared_by: str | None
     cleared_reason: str | None
-    segments: int
+    segment_ids: frozenset[bytes] = field(repr=False)
     """Live segments that it keeps, or would keep were it in force still."""
     blocks: int
     data_bytes: int
+
+    @property
+    def segments(self) -> int:
+        """How many these are."""
+        return len(self.segment_ids)
 
     @property
     def in_force(self) -> bool:
@@ -246,7 +251,7 @@ class Holder:
             cleared_at=row.cleared_at,
             cleared_by=row.cleared_by,
             cleared_reason=row.cleared_reason,
-            segments=len(kept),
+            segment_ids=frozenset(facts.segment_id for facts in kept),
             blocks=sum(facts.blocks for facts in kept),
             data_bytes=sum(facts.data_bytes for facts in kept),
         )

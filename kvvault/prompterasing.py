@@ -17,12 +17,12 @@ from functools import partial
 import numpy as np
 from sqlalchemy import Connection
 
-from kvvault.audit.receipts import EngineCopy, Kept
+from kvvault.audit.receipts import Kept
 from kvvault.catalog import membership, protecting, retention
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.log import Fact
 from kvvault.deleting import Chosen, DeletionPlan, DeletionReport, Particulars, Targets, Trigger
-from kvvault.erasing import BlockEraser
+from kvvault.erasing import AskEngine, BlockEraser
 from kvvault.errors import HeldError
 from kvvault.keyring import KeyRing
 from kvvault.promptfacts import Condition, Mask, State
@@ -127,10 +127,10 @@ class PromptEraser:
         *,
         actor: str,
         reason: str,
-        engine: Sequence[EngineCopy] = (),
+        engine: AskEngine | None = None,
     ) -> DeletionReport:
         """Do it. When it returns, no process serves a block that went, and nothing about the
-        prompts is in the inventory. `engine`: what became of an engine's own copies.
+        prompts is in the inventory. `engine` has an engine's own copies dropped.
 
         Raises:
             HeldError: a hold was placed on one of the prompts since the plan; nothing is done.
@@ -145,11 +145,13 @@ class PromptEraser:
                 )
             membership.erase(connection, plan.numbers)
 
-        particulars = Particulars(
-            scope=plan.scope, prompts=len(plan.numbers), kept=plan.kept, engine=tuple(engine)
-        )
         return self._blocks.execute(
-            plan.deletion, actor=actor, reason=reason, particulars=particulars, also=also
+            plan.deletion,
+            actor=actor,
+            reason=reason,
+            particulars=Particulars(plan.scope, len(plan.numbers), plan.kept),
+            also=also,
+            engine=engine,
         )
 
     def _deletion(self, state: State, goes: Mask) -> DeletionPlan:

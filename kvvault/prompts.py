@@ -312,6 +312,14 @@ class Prompts:
             )
         raise UsageError(f"{len(found)} prompts begin so", hint="give more of its digits")
 
+    def numbers_of(self, prefixes: Iterable[str]) -> set[int]:
+        """Numbers of the prompts whose ids begin so.
+
+        Raises: as `load` and `row_of`.
+        """
+        state = self.load()
+        return {int(state.snapshot.prompts.number[self.row_of(state, one)]) for one in prefixes}
+
     def show(self, prefix: str) -> Detail:
         """Everything about one prompt, by its id or how that begins.
 

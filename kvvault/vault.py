@@ -26,7 +26,7 @@ from kvvault import inventory, keylooking, layout
 from kvvault.applying import Applier, PolicyDiff
 from kvvault.audit.checkpoint import VerifierKey, origin_of
 from kvvault.audit.log import AuditLog
-from kvvault.audit.receipts import EngineCopy, Issuer
+from kvvault.audit.receipts import Issuer
 from kvvault.catalog import log as audit_log
 from kvvault.catalog import operations, purging, retention
 from kvvault.catalog.catalog import Catalog
@@ -39,7 +39,7 @@ from kvvault.crypto.keys import TenantKeys
 from kvvault.crypto.providers import open_provider
 from kvvault.crypto.providers.base import KeyProvider, ProviderInfo
 from kvvault.deleting import HOLDS_LOCK, DeletionPlan, DeletionReport, Eraser, Targets
-from kvvault.erasing import BlockEraser
+from kvvault.erasing import AskEngine, BlockEraser
 from kvvault.errors import (
     CatalogCorruptError,
     ClosedError,
@@ -849,7 +849,7 @@ class Vault:
         *,
         actor: str,
         reason: str,
-        engine: Sequence[EngineCopy] = (),
+        engine: AskEngine | None = None,
     ) -> DeletionReport:
         """Erase prompts. See `kvvault.prompterasing.PromptEraser.execute`."""
         self._check_writable()

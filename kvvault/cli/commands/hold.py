@@ -45,30 +45,58 @@ def hold_set(
         str | None,
         typer.Option("--tenant", metavar="NAME", help="All that this tenant has and will have."),
     ] = None,
+    subject: Annotated[
+        str | None,
+        typer.Option(
+            "--subject",
+            metavar="NAME",
+            help="All prompts of a subject of the tenant's, now or later.",
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", metavar="ID", help="One prompt; its first digits do."),
+    ] = None,
     segment: Annotated[
         str | None,
         typer.Option("--segment", metavar="ID", help="One segment; its first digits do."),
     ] = None,
     actor: ACTOR = None,
 ) -> int | None:
-    """Place a hold on a tenant or a segment. It is in force when the command returns.
+    """Place a hold on a tenant, a subject, a prompt or a segment. It is in force when the command
+    returns.
 
-    What is past its deadline is not served, held or not.
+    A hold on a subject or prompt keeps every segment with blocks of it. What is past its deadline
+    is not served, held or not.
     """
     who = actor_name(actor)
-    if (tenant is None) == (segment is None):
+    if sum(one is not None for one in (tenant, prompt, segment)) != 1 or (subject and not tenant):
         raise UsageError(
-            "a hold is on a tenant or on a segment", hint="give one of --tenant and --segment"
+            "a hold is on a tenant, a subject of a tenant, a prompt or a segment",
+            hint="give one of --tenant, --prompt and --segment; with --tenant perhaps --subject",
         )
     # Found while looking only: opening the vault to change it destroys what is past its deadline.
     target = None if segment is None else _segment_id(run, segment)
+    prompt_id = None if prompt is None else _prompt_id(run, prompt)
     with open_to_change(run) as vault:
-        hold = vault.place_hold(tenant=tenant, segment_id=target, reason=reason, actor=who)
+        hold = vault.place_hold(
+            tenant=tenant,
+            subject=subject,
+            prompt_id=prompt_id,
+            segment_id=target,
+            reason=reason,
+            actor=who,
+        )
     if run.output.json:
         run.output.document({"hold": _json(hold)})
     else:
         run.output.lines(f"hold {hold.number} is in force, {_kept(hold)}")
     return None
+
+
+def _prompt_id(run: Run, prefix: str) -> bytes:
+    with open_to_plan(run) as vault:
+        return vault.prompts.show(prefix).facts.prompt_id
 
 
 def _segment_id(run: Run, ident: str) -> bytes:
@@ -97,12 +125,11 @@ def hold_clear(
     with open_to_plan(run) as vault:
         holds = vault.holds()
         hold = _in_force(holds, number)
-        others = {one.target for one in holds if one.number != number}
+        others = frozenset().union(*(one.segment_ids for one in holds if one.number != number))
         due = [
             facts
             for facts in vault.plan_expired().held
-            if hold.target in (facts.segment_id, facts.tenant_id)
-            and not others & {facts.segment_id, facts.tenant_id}
+            if facts.segment_id in hold.segment_ids - others
         ]
     size = sum(facts.data_bytes for facts in due)
     if dry_run:
