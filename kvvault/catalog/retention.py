@@ -355,8 +355,25 @@ def forget_tenant(
         about=about,
         always=True,
     )
+    _forget_targets(connection, tenant_id)
     connection.execute(delete(t.tenants).where(t.tenants.c.tenant_id == tenant_id))
     return done
+
+
+def _forget_targets(connection: Connection, tenant_id: bytes) -> None:
+    """Holds that were cleared stay on record, but not on whom of the tenant's they were."""
+    h, x, p, s = t.holds.c, t.texts.c, t.prompts.c, t.scopes.c
+    of_it = (
+        select(x.text_id).where(x.tenant_id == tenant_id),
+        select(p.prompt_id)
+        .join(t.scopes, s.scope_no == p.scope_no)
+        .where(s.tenant_id == tenant_id),
+    )
+    connection.execute(
+        update(t.holds)
+        .where(or_(h.target == tenant_id, *(h.target.in_(some) for some in of_it)))
+        .values(target=b"")
+    )
 
 
 # -- policies ------------------------------------------------------------------------------------
