@@ -135,11 +135,12 @@ def made(path: Path, count: int) -> Vault:
 
 
 def timed(call: Callable[[], object]) -> float:
+    """CPU seconds: the machine is shared."""
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return min(times)
 
 
@@ -198,16 +199,16 @@ def test_issue_4_6_a_hundred_thousand_prompts(
         large = questions(vault, 100_000)
         state = vault.prompts.load()
         assert int(state.figures.blocks[state.at].sum()) == 100_000 * (SYSTEM + OWN)
-        start = time.perf_counter()
+        start = time.process_time()
         vault.purge()
-        purge = time.perf_counter() - start
+        purge = time.process_time() - start
         assert vault.prompts.listing(limit=1)[0][0].subject is not None
     blocks = len(state.snapshot.blocks.owner)
     origins, links, metadata = sizes(Home(memory / "large"))
     a_prompt, a_block = links / 100_000, origins / blocks
     with capsys.disabled():
         print(
-            f"\n100,000 prompts, {blocks} blocks, 10 million memberships: "
+            f"\n100,000 prompts, {blocks} blocks, 10 million memberships, CPU: "
             + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in large.items())
             + f"; {a_prompt:.1f} bytes a prompt and {a_block:.1f} a block; besides "
             f"{metadata / 100_000:.0f} bytes a prompt of what it says of itself; "
