@@ -1,21 +1,32 @@
-"""Whose blocks are that are being written: what goes into `extents.origins` of the catalog."""
+"""Whose blocks are that are being written: what goes into `extents.origins` of the catalog.
+
+A prompt's row and its first extent are queued one behind the other and mostly committed together:
+waiting for the number first would cost a commit more for each request. So an extent's origins are
+made in the transaction that adds it.
+"""
 
 from __future__ import annotations
 
 import logging
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
-from kvvault.catalog import prompts
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import Connection
+
+from kvvault.catalog import operations, prompts
 from kvvault.catalog.catalog import Catalog
 from kvvault.errors import KvvaultError
-from kvvault.prompting import Prompt
+from kvvault.prompting import Prompt, Row
 from kvvault.segments.format import Extent
 from kvvault.view import View
 
 log = logging.getLogger(__name__)
+
+Operation = Callable[[Connection], None]
 
 
 class Origins(Protocol):
@@ -24,16 +35,12 @@ class Origins(Protocol):
     def prepare(self) -> None:
         """Something of it will be written soon. Waits for no disk but for the policy's."""
 
-    def of(self, positions: Sequence[int]) -> bytes:
-        """What the catalog keeps of the blocks at these positions of the put, 8 bytes each.
+    def adding(self, extent: Extent, positions: Sequence[int]) -> Operation:
+        """What commits an extent that has the blocks at these positions of the put.
 
         Raises:
             KvvaultError: they cannot be written.
         """
-
-    @property
-    def prompt_no(self) -> int | None:
-        """The prompt whose blocks they are, once `of` was called; None: of several, or nobody's."""
 
 
 class Part:
@@ -45,15 +52,9 @@ class Part:
         self._origins = origins
         self._positions = positions
 
-    def enter(self, extent: Extent, piece: slice) -> tuple[Extent, int | None]:
-        """The extent of these blocks of the batch with their origins, and whose they are. Waits for
-        the prompt's row, which was queued before the first block was encrypted.
-
-        Raises:
-            KvvaultError: it has no row.
-        """
-        extent = replace(extent, origins=self._origins.of(self._positions[piece]))
-        return extent, self._origins.prompt_no
+    def adding(self, extent: Extent, piece: slice) -> Operation:
+        """What commits an extent with these blocks of the batch. Errors as `Origins.adding`."""
+        return self._origins.adding(extent, self._positions[piece])
 
 
 class OfPrompt:
@@ -64,22 +65,30 @@ class OfPrompt:
         self._ends = ends
         self._catalog = catalog
         self._view = view
-        self.prompt_no: int | None = None
 
     def prepare(self) -> None:
-        """Queue the prompt's row. Whether that is possible turns out in `of`."""
+        """Queue the prompt's row. Whether that is possible turns out in `adding`."""
         try:
             self._prompt.prepare(self._catalog)
         except KvvaultError as exc:
             log.debug("a prompt has no row yet: %s", exc)
 
-    def of(self, positions: Sequence[int]) -> bytes:
+    def adding(self, extent: Extent, positions: Sequence[int]) -> Operation:
         """
         Raises:
             KvvaultError: the prompt has no row, so nothing is stored of it.
         """
-        number = self._prompt.number(self._catalog, self._view)
-        self.prompt_no = number
-        ends = [min(max(self._ends[i], 0), prompts.MAX_END) for i in positions]
-        flat = [value for end in ends for value in (number, end)]
-        return struct.pack(f">{len(flat)}I", *flat)
+        row = self._prompt.prepare(self._catalog)
+        if row.failed:
+            self._prompt.number(self._catalog, self._view)
+            row = self._prompt.prepare(self._catalog)
+        ends = np.array([self._ends[i] for i in positions], np.int64).clip(0, prompts.MAX_END)
+        return partial(_add, extent=extent, ends=ends, row=row)
+
+
+def _add(connection: Connection, extent: Extent, ends: npt.NDArray[np.int64], row: Row) -> None:
+    number = row.in_transaction()
+    pairs = np.empty((len(ends), 2), ">u4")
+    pairs[:, 0] = number
+    pairs[:, 1] = ends
+    operations.add_extent(connection, replace(extent, origins=pairs.tobytes()), number)

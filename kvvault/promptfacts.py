@@ -22,7 +22,7 @@ from kvvault.crypto.keys import TenantKeys
 from kvvault.errors import KvvaultError
 from kvvault.keyring import KeyRing
 from kvvault.model import SegmentFacts
-from kvvault.prompting import PROMPT
+from kvvault.prompting import PROMPT, PROMPT_ID_BYTES
 from kvvault.sharing import Blocks, Figures, Links, Segments, Sharing
 
 I64 = npt.NDArray[np.int64]
@@ -301,6 +301,16 @@ def keeps(
         "segment": tuple(s.segment_id for s in segments),
     }
     return hold.target in targets.get(hold.kind, ())
+
+
+def having_prefix(ids: npt.NDArray[np.uint64], prefix: str) -> Mask:
+    """Which prompt ids begin with these hex digits; none when that is not what they are."""
+    digits = 2 * PROMPT_ID_BYTES
+    if not 0 < len(prefix) <= digits or not set(prefix) <= set("0123456789abcdef"):
+        return np.zeros(len(ids), np.bool_)
+    shift = np.uint64(4 * (digits - len(prefix)))
+    found: Mask = (ids >> shift) == np.uint64(int(prefix, 16))
+    return found & (ids > 0)
 
 
 def age_group(seconds: float) -> str:

@@ -22,6 +22,7 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -33,6 +34,7 @@ from sqlalchemy import Connection
 
 from kvvault.catalog import prompts
 from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.operations import PromptGoneError
 from kvvault.catalog.prompts import KeyReplacedError, Membership, NewPrompt, Origin, Text
 from kvvault.counters import Counters
 from kvvault.crypto.aead import random_id
@@ -60,8 +62,42 @@ _ATTEMPTS = 5
 _MAX_QUEUED = 4096
 _MAX_WAITING = 512
 """Prompts that are looked at again; beyond that the oldest is not."""
+_BREATH = 32
+"""Blocks between two breaths."""
 _FIRST_LOOK_S = 0.25
 _LAST_LOOK_S = 60.0
+
+
+class Row:
+    """A prompt's row in the catalog, queued or committed. `in_transaction` is for the catalog's
+    thread, everything else for any."""
+
+    __slots__ = ("_new", "_number", "future")
+
+    def __init__(self, new: NewPrompt, catalog: Catalog) -> None:
+        self._new = new
+        self._number: int | None = None
+        self.future: Future[int] = catalog.submit(self._insert)
+
+    def _insert(self, connection: Connection) -> int:
+        self._number = prompts.add(connection, self._new)
+        return self._number
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is known that there is none."""
+        return self.future.done() and self.future.exception() is not None
+
+    def in_transaction(self) -> int:
+        """Its number, in a transaction that was queued behind its insertion: committed, or inserted
+        in this same transaction, which then commits both or neither.
+
+        Raises:
+            PromptGoneError: it was not inserted.
+        """
+        if self.failed or self._number is None:
+            raise PromptGoneError
+        return self._number
 
 
 class Prompt:
@@ -104,7 +140,7 @@ class Prompt:
         self.prompt_id = random_id()[:PROMPT_ID_BYTES]
         self._verdict = verdict
         self._lock = threading.Lock()
-        self._row: Future[int] | None = None
+        self._row: Row | None = None
 
     def __repr__(self) -> str:
         return "<Prompt>"
@@ -118,8 +154,8 @@ class Prompt:
         """
         return self._verdict().persist
 
-    def prepare(self, catalog: Catalog) -> Future[int]:
-        """Queue the insertion of its row, once; the future's result is its number.
+    def prepare(self, catalog: Catalog) -> Row:
+        """Queue the insertion of its row, once.
 
         Raises:
             ClosedError: the tenant was forgotten or the catalog is closed.
@@ -127,7 +163,7 @@ class Prompt:
         """
         with self._lock:
             if self._row is None:
-                self._row = catalog.submit(partial(prompts.add, new=self._new()))
+                self._row = Row(self._new(), catalog)
             return self._row
 
     def number(self, catalog: Catalog, view: View) -> int:
@@ -139,7 +175,7 @@ class Prompt:
         for attempt in range(_ATTEMPTS):
             row = self.prepare(catalog)
             try:
-                return row.result()
+                return row.future.result()
             except KvvaultError as exc:
                 with self._lock:
                     if self._row is row:
@@ -148,12 +184,6 @@ class Prompt:
                     raise
                 view.renew(self.tenant)
         raise KeyReplacedError
-
-    @property
-    def has_row(self) -> bool:
-        """Whether it has one, or one is on its way."""
-        with self._lock:
-            return self._row is not None
 
     def sealed(self, deepest: bytes | None = None) -> bytes | None:
         """What is kept of it encrypted. `deepest`: id of the last block of its chain, for the
@@ -333,9 +363,10 @@ class Recorder:
             return item is not None
         prompt, chain, used_at = item
         try:
-            ends = {
-                prompt.tenant.block_id(prompt.namespace, key): end for key, end in chain.items()
-            }
+            ends: dict[bytes, int] = {}
+            for key, end in chain.items():
+                ends[prompt.tenant.block_id(prompt.namespace, key)] = end
+                _let_others(len(ends))
             if not ends or not prompt.recorded:
                 return True
         except ClosedError:
@@ -419,7 +450,8 @@ class Recorder:
         """Whose those blocks are that live of what is still missing."""
         now = self._time.now()
         by_segment: dict[bytes, dict[int, bytes]] = {}
-        for block_id in one.missing:
+        for n, block_id in enumerate(one.missing):
+            _let_others(n)
             location = self._view.find(block_id, now)
             segment = None if location is None else self._view.segment(location.number)
             if location is not None and segment is not None:
@@ -464,3 +496,10 @@ class Recorder:
             key_no,
             sealed,
         )
+
+
+def _let_others(step: int) -> None:
+    """Let go of the interpreter now and then: an engine's scheduler that wants it would wait for
+    five milliseconds else."""
+    if step % _BREATH == 0:
+        time.sleep(0)

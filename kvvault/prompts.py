@@ -41,6 +41,7 @@ from kvvault.promptfacts import (
     SubjectFacts,
     Usage,
     age_group,
+    having_prefix,
     keeps,
     time_or_none,
 )
@@ -134,7 +135,7 @@ class Prompts:
         table = state.snapshot.prompts
         if name == "id":
             prefix = value.lower()
-            return np.array([one.hex().startswith(prefix) for one in table.prompt_id], np.bool_)
+            return having_prefix(table.prompt_id, prefix)
         if name in ("rule", "class"):
             segments = state.snapshot.segments
             said = [s.rule if name == "rule" else s.retention_class for s in segments]
@@ -233,8 +234,8 @@ class Prompts:
                 )
             )
         }
-        sealed = self._catalog.read(
-            partial(membership.sealed_of, numbers=[int(n) for n in table.number[rows]])
+        exact = self._catalog.read(
+            partial(membership.exact, numbers=[int(n) for n in table.number[rows]])
         )
         inside = state.segments_of(where)
         in_force = self._catalog.read(holds.list_holds)
@@ -243,14 +244,17 @@ class Prompts:
         for row, at in zip(rows.tolist(), where.tolist(), strict=True):
             tenant_id, namespace = state.snapshot.scopes[int(table.scope[row])]
             number = int(table.number[row])
+            said = exact.get(number)
+            if said is None:
+                continue  # gone since
             subject = texts.get(int(table.subject[row]))
             labels = texts.get(int(table.labels[row]))
-            kept = names.prompt(tenant_id, sealed.get(number))
+            kept = names.prompt(tenant_id, said.sealed)
             mine = [state.snapshot.segments[i] for i in inside.get(at, ())]
             found.append(
                 PromptFacts(
                     number=number,
-                    prompt_id=table.prompt_id[row],
+                    prompt_id=said.prompt_id,
                     tenant_id=tenant_id,
                     tenant=names.tenant(tenant_id),
                     subject=None if subject is None else names.text(subject),
@@ -260,8 +264,8 @@ class Prompts:
                     preview=kept.get("preview"),
                     namespace=namespace,
                     model=models.get(namespace),
-                    first_used=float(table.first_used[row]),
-                    last_used=float(table.last_used[row]),
+                    first_used=said.first_used,
+                    last_used=said.last_used,
                     tokens=int(figures.tokens[at]),
                     blocks=int(figures.blocks[at]),
                     data_bytes=int(figures.bytes[at]),
@@ -278,7 +282,7 @@ class Prompts:
                             hold,
                             tenant_id=tenant_id,
                             subject=subject,
-                            prompt_id=table.prompt_id[row],
+                            prompt_id=said.prompt_id,
                             segments=mine,
                         )
                     ),
@@ -299,17 +303,11 @@ class Prompts:
                 hint=f"give at least {_LEAST_ID_DIGITS} of its hex digits, see: kvvault prompts ls",
             )
         ids = state.snapshot.prompts.prompt_id
-        found = [
-            int(row)
-            for row in np.flatnonzero(state.present)
-            if ids[int(row)].hex().startswith(prefix)
-        ]
+        found = np.flatnonzero(state.present & having_prefix(ids, prefix))
         if len(found) == 1:
-            return found[0]
-        if not found:
-            raise UsageError(
-                "no prompt of that id persists", hint="see: kvvault prompts ls; it may be gone"
-            )
+            return int(found[0])
+        if not len(found):
+            raise _gone()
         raise UsageError(f"{len(found)} prompts begin so", hint="give more of its digits")
 
     def numbers_of(self, prefixes: Iterable[str]) -> set[int]:
@@ -327,7 +325,9 @@ class Prompts:
         """
         state = self.load()
         row = self.row_of(state, prefix)
-        [facts] = self.facts(state, np.array([row], np.int64))
+        facts = next(iter(self.facts(state, np.array([row], np.int64))), None)
+        if facts is None:
+            raise _gone()
         at = state.at[[row]]
         pairs = state.sharing.pairs_of(at)
         which, block = state.sharing.rows(pairs)
@@ -519,3 +519,9 @@ class Prompts:
         numbers = [int(number) for number in table.number[empty]]
         # Once more what nobody leads to any more: also what an erasure has left.
         return self._catalog.write(partial(membership.prune, numbers=numbers), durable=False)
+
+
+def _gone() -> UsageError:
+    return UsageError(
+        "no prompt of that id persists", hint="see: kvvault prompts ls; it may be gone"
+    )

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvvault.catalog import operations
@@ -22,8 +22,10 @@ from kvvault.errors import KvvaultError, StorageError
 from kvvault.governing import Inherited
 from kvvault.keyring import KeyRing
 from kvvault.model import Namespace, Outcome
+from kvvault.origins import Operation
 from kvvault.reading import ALWAYS, Reader
 from kvvault.segments.fence import Fence
+from kvvault.segments.format import Extent
 from kvvault.segments.io import AlignedBuffer
 from kvvault.segments.store import Wanted, batches, block_ids_of, origins_of
 from kvvault.timekeeping import VaultTime
@@ -59,17 +61,16 @@ class Saved:
 class _Carried:
     """Blocks that are written again stay whose they were."""
 
-    prompt_no = None
-
     def __init__(self, origins: Sequence[bytes]) -> None:
         self._origins = origins
 
     def prepare(self) -> None:
         """Nothing to do: their prompts have rows."""
 
-    def of(self, positions: Sequence[int]) -> bytes:
+    def adding(self, extent: Extent, positions: Sequence[int]) -> Operation:
         """As they were."""
-        return b"".join(self._origins[i] for i in positions)
+        whose = b"".join(self._origins[i] for i in positions)
+        return partial(operations.add_extent, extent=replace(extent, origins=whose))
 
 
 class Rewriter:

@@ -682,7 +682,8 @@ class Vault:
         """
         if subject is not None:
             _check_name(subject, "subject")
-        _check_labels(labels or {})
+        if labels:
+            _check_labels(labels)
         return Prompt(
             scope.keys,
             scope.namespace.digest,

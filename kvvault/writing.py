@@ -256,12 +256,8 @@ class Writer:
                     finally:
                         guard.leave()
                 segment.write(extent, ciphertext)
-                prompt_no = None
-                if part is not None:
-                    extent, prompt_no = part.enter(extent, piece)
-                commit = self._catalog.submit(
-                    partial(operations.add_extent, extent=extent, prompt_no=prompt_no)
-                )
+                add = partial(operations.add_extent, extent=extent)
+                commit = self._catalog.submit(add if part is None else part.adding(extent, piece))
             except KvvaultError as exc:
                 self._retire(segment, exc)
                 return PutReport(refused=len(block_ids) - done)

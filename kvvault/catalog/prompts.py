@@ -92,11 +92,6 @@ class Membership:
     """In place of what is there; None: that stays."""
 
 
-def pack_origin(prompt_no: int, end: int) -> bytes:
-    """8 bytes, see `kvvault.catalog.schema.extents`."""
-    return _ORIGIN.pack(prompt_no, min(max(end, 0), MAX_END))
-
-
 def add(connection: Connection, new: NewPrompt) -> int:
     """Insert a prompt; its number.
 

@@ -153,8 +153,8 @@ def _prompt_fields() -> list[str]:
         f"For `--filter` only, with `=` and `!=`: {texts},",
         "`label.NAME`. Names, subjects and request ids are encrypted, so they are compared as a",
         "whole; ids by their beginning. `bytes` is all that a prompt has, `alone` what no other",
-        "prompt has, `shared` the rest, `idle` the time since it was last used, `deadline` when",
-        "the last of it is destroyed.",
+        "has, `shared` the rest, `idle` the time since it was last used, `deadline` when the last",
+        "of it is destroyed.",
         "",
     ]
 

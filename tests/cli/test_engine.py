@@ -238,3 +238,18 @@ def test_version() -> None:
     assert document["kvvault"]
     assert document["cryptography"]
     assert run("version").out.startswith("kvvault ")
+
+
+def test_bench_inventory(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    result = run("bench", "inventory", "--requests", "3", "--dir", here, "--json")
+    assert result.code == 0
+    figures = result.document
+    assert (figures["requests"], figures["not_recorded"]) == (3, 0)
+    assert figures["recorded"] >= 3
+    assert 0 < figures["prompt_us_p50"] <= figures["prompt_us_p99"]
+    assert 0 < figures["record_us_p50"] <= figures["record_us_p99"]
+    assert list(here.iterdir()) == []
+    assert "record_us_p99" in run("bench", "inventory", "--requests", "1", "--dir", here).out
+    assert run("bench", "inventory", "--dir", tmp_path / "none").code == 2

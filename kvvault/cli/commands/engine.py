@@ -34,6 +34,7 @@ def register(app: typer.Typer) -> None:
     # Its vaults are thrown away, so where their keys are is nothing to warn about.
     command(bench, "tier", vault=False, shows_warnings=True)(bench_tier)
     command(bench, "trace", vault=False)(bench_trace)
+    command(bench, "inventory", vault=False, shows_warnings=True)(bench_inventory)
     app.add_typer(bench)
     command(app, "version", vault=False)(version)
 
@@ -231,6 +232,36 @@ def bench_tier(
             ]
             for result in results
         ],
+    )
+    return None
+
+
+def bench_inventory(
+    run: Run,
+    requests: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many requests to measure.")
+    ] = 400,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="Where to measure; the current one if not given."
+        ),
+    ] = None,
+) -> int | None:
+    """Measure what writing the inventory costs an engine's step, and a store.
+
+    Needs no vLLM, and some hundred MB of disk for as long as it runs.
+    """
+    if directory is not None and not directory.is_dir():
+        raise UsageError("--dir is not a directory", hint="make it, or name another")
+    from kvvault.bench.inventory import run as measure
+
+    result = asdict(measure(directory, requests))
+    if run.output.json:
+        run.output.document(result)
+        return None
+    run.output.pairs(
+        [(name, f"{v:.1f}" if isinstance(v, float) else str(v)) for name, v in result.items()]
     )
     return None
 
