@@ -14,14 +14,21 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 
 from sqlalchemy import Connection
 
-from kvvault.audit.receipts import AUTOMATIC, DeletionFacts, Issuer, Kept
-from kvvault.catalog import operations, retention
+from kvvault.audit.receipts import (
+    AUTOMATIC,
+    TECHNICAL,
+    DeletionFacts,
+    EngineCopy,
+    Issuer,
+    Kept,
+)
+from kvvault.catalog import operations, protecting, retention, revoking
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.log import Fact
 from kvvault.errors import ClosedError, HeldError, StorageError
@@ -31,7 +38,6 @@ from kvvault.options import VaultOptions
 from kvvault.segments.fence import Fence
 from kvvault.segments.format import segment_name
 from kvvault.segments.io import SegmentDir
-from kvvault.segments.store import block_ids_of
 from kvvault.timekeeping import VaultTime
 from kvvault.view import View
 
@@ -54,14 +60,19 @@ class Trigger(StrEnum):
     """Somebody asked for everything of a tenant."""
     POLICY = "policy"
     """The policy in force says that it is not kept at all."""
+    ERASE = "erase"
+    """Somebody asked for prompts, or single blocks, to go."""
+    COMPACT = "compact"
+    """Single blocks of it are revoked, and what else was in it is in other segments."""
 
 
 @dataclass(frozen=True, slots=True)
-class Survivors:
-    """What of a segment stays when single blocks of it go: it is copied to another first."""
+class Chosen:
+    """Single blocks of one segment."""
 
     segment_id: bytes
     slots: tuple[int, ...]
+    block_ids: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +95,36 @@ class DeletionPlan:
     """What a hold keeps."""
     tenant_id: bytes | None = None
     """The tenant that would be forgotten."""
-    survivors: tuple[Survivors, ...] = ()
-    targets: Targets | None = None
-    """What single blocks are meant: looked for again when the plan is executed."""
+    targets: tuple[Targets, ...] = ()
+    """What single blocks are meant, if any: looked for again when the plan is executed."""
+    chosen: tuple[Chosen, ...] = ()
+    """Where these are, of `segments`: what else is in those stays."""
 
     @property
     def blocks(self) -> int:
         """How many would go."""
-        kept = sum(len(one.slots) for one in self.survivors)
-        return sum(facts.blocks for facts in self.segments) - kept
+        if self.targets:
+            return sum(len(one.slots) for one in self.chosen)
+        return sum(facts.blocks for facts in self.segments)
 
     @property
     def data_bytes(self) -> int:
-        sizes = {facts.segment_id: facts.block_bytes for facts in self.segments}
-        kept = sum(len(one.slots) * sizes[one.segment_id] for one in self.survivors)
-        return sum(facts.data_bytes for facts in self.segments) - kept
+        if self.targets:
+            sizes = {facts.segment_id: facts.block_bytes for facts in self.segments}
+            return sum(len(one.slots) * sizes[one.segment_id] for one in self.chosen)
+        return sum(facts.data_bytes for facts in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Particulars:
+    """What log and receipt say of a deletion besides what it did. Nothing personal."""
+
+    scope: Mapping[str, Fact] = field(default_factory=dict)
+    """What was asked for, in keyed ids."""
+    prompts: int | None = None
+    """How many went; None when it was not by prompt."""
+    kept: Kept = field(default_factory=Kept)
+    engine: tuple[EngineCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +139,11 @@ class DeletionReport:
     """What would have gone, but for a hold."""
     revoked_at: float
     """When it became unreadable through kvvault."""
+    waiting_segments: int = 0
+    """Of single blocks: segments whose keys are not destroyed yet, because what else is in them
+    could not be written to others. Nothing that was revoked is served; a job tries again."""
+    deletion_no: int | None = None
+    """Its number in the catalog; None when nothing went."""
 
     def __add__(self, later: DeletionReport) -> DeletionReport:
         return DeletionReport(
@@ -122,6 +153,8 @@ class DeletionReport:
             self.data_bytes + later.data_bytes,
             max(self.held_segments, later.held_segments),
             later.revoked_at,
+            later.waiting_segments,
+            later.deletion_no if self.deletion_no is None else self.deletion_no,
         )
 
 
@@ -182,36 +215,37 @@ class Eraser:
             tenant_id,
         )
 
-    def plan_blocks(self, targets: Targets) -> DeletionPlan:
-        """Single blocks; what else is in their segments survives. `kvvault.rewriting` executes
-        it."""
-        where = partial(retention.live_of_tenant, tenant_id=targets.tenant_id)
-        found: list[retention.Candidate] = []
-        survivors: list[Survivors] = []
-        for one in self._catalog.read(where):
-            if one.facts.namespace_digest != targets.namespace_digest:
-                continue
-            segment_id = one.facts.segment_id
-            extents = self._catalog.read(partial(operations.list_extents, segment_id=segment_id))
-            ids = {
-                extent.first_slot + i: block_id
-                for extent in extents
-                if extent.well_formed
-                for i, block_id in enumerate(block_ids_of(extent))
-            }
-            stay = tuple(
-                slot for slot, block_id in ids.items() if block_id not in targets.block_ids
+    def plan_blocks(
+        self, targets: Sequence[Targets], trigger: Trigger = Trigger.ERASE
+    ) -> DeletionPlan:
+        """Single blocks; what else is in their segments stays. `kvvault.erasing` executes it."""
+
+        def find(
+            connection: Connection,
+        ) -> tuple[list[retention.Candidate], dict[bytes, list[tuple[int, bytes]]]]:
+            places: dict[bytes, list[tuple[int, bytes]]] = {}
+            for one in targets:
+                places |= revoking.find_blocks(
+                    connection, one.tenant_id, one.namespace_digest, one.block_ids
+                )
+            return retention.live_among(connection, list(places), whole=True), places
+
+        found, places = self._catalog.read(find)
+        chosen = [
+            Chosen(
+                one.facts.segment_id,
+                tuple(slot for slot, _ in places[one.facts.segment_id]),
+                tuple(block_id for _, block_id in places[one.facts.segment_id]),
             )
-            if len(stay) < len(ids):
-                found.append(one)
-                if stay and not one.held:
-                    survivors.append(Survivors(segment_id, stay))
+            for one in found
+            if not one.held
+        ]
         return DeletionPlan(
-            Trigger.REMOVE,
+            trigger,
             tuple(one.facts for one in found if not one.held),
             tuple(one.facts for one in found if one.held),
-            survivors=tuple(survivors),
-            targets=targets,
+            targets=tuple(targets),
+            chosen=tuple(chosen),
         )
 
     def seal(self, segment_ids: Sequence[bytes]) -> None:
@@ -226,10 +260,18 @@ class Eraser:
 
     # -- execution --------------------------------------------------------------------------------
 
-    def execute(self, plan: DeletionPlan, *, actor: str, reason: str) -> DeletionReport:
-        """Do what a plan says, as far as it is still so. When it returns, no process serves what
-        went, and its keys are gone from the catalog. `actor` and `reason` are recorded as they are:
-        nothing personal.
+    def execute(
+        self,
+        plan: DeletionPlan,
+        *,
+        actor: str,
+        reason: str,
+        unless: Callable[[Connection], bool] | None = None,
+    ) -> DeletionReport:
+        """Do what a plan for whole segments says, as far as it is still so. When it returns, no
+        process serves what went, and its keys are gone from the catalog. `actor` and `reason` are
+        recorded as they are: nothing personal. `unless` is asked in the transaction that takes the
+        keys: when it says yes, nothing is done.
 
         Raises:
             HeldError: a tenant is to be forgotten of which a hold keeps something; nothing is done.
@@ -240,9 +282,11 @@ class Eraser:
         ids = [facts.segment_id for facts in plan.segments]
         now = self._time.steady()
 
-        scope = self._scope(plan)
+        scope = self.scope(plan)
 
         def revoke(connection: Connection) -> retention.Revoked:
+            if unless is not None and unless(connection):
+                return retention.Revoked()
             if plan.tenant_id is not None:
                 done = retention.forget_tenant(
                     connection, plan.tenant_id, now=now, actor=actor, reason=reason, about=scope
@@ -257,9 +301,12 @@ class Eraser:
                     actor=actor,
                     reason=reason,
                     expired_by=expired_by,
+                    compacting=plan.trigger is Trigger.COMPACT,
                     about=scope,
                 )
-            self._certify(connection, plan, done, scope, now, actor, reason)
+            self.certify(
+                connection, plan, done, Particulars(scope), now=now, actor=actor, reason=reason
+            )
             return done
 
         if not ids and plan.tenant_id is None:
@@ -283,22 +330,20 @@ class Eraser:
         if plan.tenant_id is not None:  # only now: had the write failed, the tenant would live on
             self._ring.drop(plan.tenant_id)
         self._finish(done.segment_ids)
-        kept, kept_bytes = _copied(plan, done)
         return DeletionReport(
             plan.trigger,
             len(done.segment_ids),
-            done.blocks - kept,
-            done.data_bytes - kept_bytes,
+            done.blocks,
+            done.data_bytes,
             done.held + len(plan.held),
             now,
+            deletion_no=done.deletion_no,
         )
 
-    def _scope(self, plan: DeletionPlan) -> dict[str, Fact]:
+    def scope(self, plan: DeletionPlan) -> dict[str, Fact]:
         """What was asked for, as log and receipt may say it: keyed ids. No I/O; of a tenant whose
         keys are not open nothing can be said."""
-        tenant_id = plan.tenant_id
-        if tenant_id is None and plan.targets is not None:
-            tenant_id = plan.targets.tenant_id
+        tenant_id = plan.targets[0].tenant_id if plan.targets else plan.tenant_id
         if tenant_id is None:
             return {}
         keys = self._ring.known(tenant_id)
@@ -307,21 +352,20 @@ class Eraser:
         except ClosedError:  # forgotten a moment ago
             return {"tenant": None}
 
-    def _certify(
+    def certify(
         self,
         connection: Connection,
         plan: DeletionPlan,
         done: retention.Revoked,
-        scope: Mapping[str, Fact],
+        particulars: Particulars,
+        *,
         now: float,
         actor: str,
         reason: str,
     ) -> None:
-        """Issue the first receipt of what was just revoked."""
-        if done.deletion_no is None or plan.trigger.value in AUTOMATIC:
+        """Issue the first receipt of what was just revoked, in the transaction that did it."""
+        if done.deletion_no is None or plan.trigger.value in {*AUTOMATIC, TECHNICAL}:
             return
-        kept, kept_bytes = _copied(plan, done)
-        held_bytes = sum(facts.data_bytes for facts in plan.held)
         self._issuer.revoked(
             connection,
             DeletionFacts(
@@ -331,13 +375,16 @@ class Eraser:
                 reason=reason,
                 revoked_at=now,
                 segment_ids=done.segment_ids,
-                blocks=done.blocks - kept,
-                data_bytes=done.data_bytes - kept_bytes,
-                scope=scope,
-                kept=Kept(
+                blocks=done.blocks,
+                data_bytes=done.data_bytes,
+                scope=particulars.scope,
+                prompts=particulars.prompts,
+                engine=particulars.engine,
+                kept=replace(
+                    particulars.kept,
                     held_segments=done.held + len(plan.held),
                     held_blocks=sum(facts.blocks for facts in plan.held),
-                    held_bytes=held_bytes,
+                    held_bytes=sum(facts.data_bytes for facts in plan.held),
                 ),
             ),
         )
@@ -363,12 +410,15 @@ class Eraser:
         ids = [facts.segment_id for facts in plan.segments]
         tenant_id = plan.tenant_id
 
-        def look(connection: Connection) -> tuple[list[retention.Candidate], bool]:
-            return retention.live_among(connection, ids), (
-                tenant_id is not None and retention.tenant_held(connection, tenant_id)
+        def look(connection: Connection) -> tuple[list[retention.Candidate], bool, set[bytes]]:
+            return (
+                retention.live_among(connection, ids),
+                tenant_id is not None and retention.tenant_held(connection, tenant_id),
+                set(protecting.kept(connection)),
             )
 
-        found, tenant_held = self._catalog.read(look)
+        found, tenant_held, protected = self._catalog.read(look)
+        found = [replace(one, held=one.held or one.facts.segment_id in protected) for one in found]
         kept = sum(one.held for one in found)
         if tenant_id is not None and (kept or tenant_held):
             raise _held(kept)
@@ -403,16 +453,6 @@ class Eraser:
                 log.error("the file of a deleted segment stays: %s", exc)
                 kept.add(segment_id)
         return kept
-
-
-def _copied(plan: DeletionPlan, done: retention.Revoked) -> tuple[int, int]:
-    """Blocks, and bytes of them, that were copied before their segments went."""
-    sizes = {facts.segment_id: facts.block_bytes for facts in plan.segments}
-    copied = [one for one in plan.survivors if one.segment_id in done.segment_ids]
-    return (
-        sum(len(one.slots) for one in copied),
-        sum(len(one.slots) * sizes[one.segment_id] for one in copied),
-    )
 
 
 def _held(segments: int) -> HeldError:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection
 
-from kvvault.catalog import retention
+from kvvault.catalog import reporting, retention
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import Terms
 from kvvault.crypto.keys import TenantKeys
@@ -139,6 +139,20 @@ class AppliedPolicy:
     actor: str
 
 
+@dataclass(frozen=True, slots=True)
+class PastPolicy:
+    """A policy that was put in force once, and may be still."""
+
+    number: int
+    digest: bytes
+    """SHA-256 of its text; 32 bytes."""
+    policy: Policy | None
+    """None: its text does not open any more, or is one that only an older kvvault took."""
+    applied_at: float
+    """Seconds since the epoch, by the vault's own time."""
+    actor: str
+
+
 _WINDOWS = 8
 """A segment takes blocks for at most this fraction of their life."""
 
@@ -199,6 +213,23 @@ class Governor:
                 hint="restore the catalog, or move catalog.sqlite3* away to start empty",
             ) from exc
         return AppliedPolicy(row.policy_no, policy, row.applied_at, row.actor)
+
+    def history(self) -> list[PastPolicy]:
+        """Every policy that was ever in force, oldest first.
+
+        Raises:
+            CatalogError, StorageError: the catalog cannot be read.
+        """
+        return [
+            PastPolicy(row.policy_no, row.digest, self._readable(row), row.applied_at, row.actor)
+            for row in self._catalog.read(reporting.list_policies)
+        ]
+
+    def _readable(self, row: retention.PolicyRow) -> Policy | None:
+        try:
+            return Policy.parse(self._ring.open_policy(row.sealed_source), name="a policy")
+        except (WrongKeyError, FormatError, ConfigError, UnicodeDecodeError):
+            return None
 
     def govern(
         self,

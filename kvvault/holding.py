@@ -1,4 +1,5 @@
-"""Holds: what stops expiry, eviction and erasure of a tenant's data or of one segment.
+"""Holds: what stops expiry, eviction and erasure of a tenant's data, a subject's, a prompt's, or of
+one segment.
 
 A hold only keeps: what is past its deadline is not served, held or not. It takes effect with the
 transaction that places it, and every deletion asks in the transaction that takes the keys away, so
@@ -14,7 +15,7 @@ from enum import StrEnum
 from functools import partial
 
 from kvvault import inventory
-from kvvault.catalog import holds, operations
+from kvvault.catalog import holds, operations, protecting
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.holds import HoldRow
 from kvvault.catalog.operations import TenantRow
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 
 _MAX_TEXT = 500
 
+_MOST = (1 << 63) - 1
+"""The largest number SQLite keeps as such."""
+
 
 class HoldKind(StrEnum):
     """What a hold is on."""
@@ -33,6 +37,9 @@ class HoldKind(StrEnum):
     TENANT = holds.TENANT
     """All that a tenant has and will have; the tenant cannot be forgotten either."""
     SEGMENT = holds.SEGMENT
+    SUBJECT = holds.SUBJECT
+    """All prompts that a subject has and will have, and every segment with blocks of them."""
+    PROMPT = holds.PROMPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class Hold:
     number: int
     kind: HoldKind
     target: bytes
-    """Id of the tenant or segment."""
+    """Id of the tenant, segment or prompt; a subject's keyed id."""
     tenant: str | None
     """Name of the tenant whose data it is; None when its keys cannot be had, or it is gone."""
     reason: str
@@ -90,11 +97,49 @@ class Holder:
         """
         return self._place(HoldKind.SEGMENT, segment_id, reason, actor, now)
 
-    def _place(self, kind: HoldKind, target: bytes, reason: str, actor: str, now: float) -> Hold:
+    def place_on_subject(
+        self, tenant: str, subject: str, *, reason: str, actor: str, now: float
+    ) -> Hold:
+        """Keep all prompts of a subject, now and from now on. There need not be any yet.
+
+        Raises: as `place_on_tenant`; KeyUnavailableError: the tenant's key cannot be had.
+        """
+        row = find_tenant(self._catalog, self._ring, tenant)
+        if row is None:
+            raise _unknown_tenant()
+        keys = self._ring.tenant(row)
+        text_id = keys.keyed_id("subject", subject.encode())
+        known_as = keys.keyed_id("log", b"subject" + text_id).hex()
+        return self._place(HoldKind.SUBJECT, text_id, reason, actor, now, known_as)
+
+    def place_on_prompt(self, prompt_id: bytes, *, reason: str, actor: str, now: float) -> Hold:
+        """Keep one prompt.
+
+        Raises:
+            UsageError: it is not in the inventory; or as `place_on_tenant`.
+            StorageError, CatalogError.
+        """
+        tenant_id = self._catalog.read(
+            partial(protecting.tenant_of, kind=holds.PROMPT, target=prompt_id)
+        )
+        keys = None if tenant_id is None else self._ring.known(tenant_id)
+        known_as = None if keys is None else keys.keyed_id("log", b"prompt" + prompt_id).hex()
+        return self._place(HoldKind.PROMPT, prompt_id, reason, actor, now, known_as)
+
+    def _place(
+        self,
+        kind: HoldKind,
+        target: bytes,
+        reason: str,
+        actor: str,
+        now: float,
+        known_as: str | None = None,
+    ) -> Hold:
         check_text("reason", reason)
         check_text("actor", actor)
         keys = self._ring.known(target) if kind is HoldKind.TENANT else None
-        known_as = target.hex() if kind is HoldKind.SEGMENT else None
+        if kind is HoldKind.SEGMENT:
+            known_as = target.hex()
         if keys is not None:
             known_as = keys.keyed_id("log", b"tenant").hex()
         row = self._catalog.write(
@@ -110,6 +155,8 @@ class Holder:
         )
         if row is None and kind is HoldKind.TENANT:
             raise _unknown_tenant()
+        if row is None and kind is HoldKind.PROMPT:
+            raise UsageError("no prompt of that id persists", hint="see `kvvault prompts ls`")
         if row is None:
             raise UsageError(
                 "the vault has no such segment, or no more", hint="see `kvvault ls segments`"
@@ -127,6 +174,7 @@ class Holder:
         """
         check_text("reason", reason)
         check_text("actor", actor)
+        _check_number(number)
         row = self._catalog.write(
             lambda c: holds.clear(c, number, reason=reason, actor=actor, now=now)
         )
@@ -143,9 +191,10 @@ class Holder:
             UsageError: there is none of that number.
             StorageError, CatalogError.
         """
+        _check_number(number)
         row = self._catalog.read(lambda c: holds.get_hold(c, number))
         if row is None:
-            raise UsageError("there is no hold of that number", hint="see `kvvault hold ls --all`")
+            raise _no_such_hold()
         return self._complete([row])[0]
 
     def list_holds(self, *, cleared: bool = False) -> list[Hold]:
@@ -175,6 +224,12 @@ class Holder:
         if kind is HoldKind.TENANT:
             kept = [facts for facts in live if facts.tenant_id == row.target]
             tenant_id: bytes | None = row.target
+        elif kind in (HoldKind.SUBJECT, HoldKind.PROMPT):
+            ask = partial(protecting.kept_by, kind=row.kind, target=row.target)
+            ids = set(self._catalog.read(ask))
+            kept = [facts for facts in live if facts.segment_id in ids]
+            whose = partial(protecting.tenant_of, kind=row.kind, target=row.target)
+            tenant_id = self._catalog.read(whose)
         else:
             kept = [facts for facts in live if facts.segment_id == row.target]
             tenant_id = kept[0].tenant_id if kept else None
@@ -238,6 +293,19 @@ def check_text(what: str, text: str) -> None:
             f"that is not a usable {what}",
             hint=f"write 1 to {_MAX_TEXT} printable characters, on one line",
         )
+
+
+def _check_number(number: int) -> None:
+    """
+    Raises:
+        UsageError: no hold can have such a number.
+    """
+    if not 0 < number <= _MOST:
+        raise _no_such_hold()
+
+
+def _no_such_hold() -> UsageError:
+    return UsageError("there is no hold of that number", hint="see `kvvault hold ls --all`")
 
 
 def _unknown_tenant() -> UsageError:

@@ -5,10 +5,10 @@ Deleted rows and unlinked files leave remnants: in the drive's spare blocks, in 
 of the catalog. A purge makes them worthless instead of looking for them:
 
 1. A new root epoch is put in force, in one transaction with the vault's lookup key and signing key
-   under it. From
-   then on no new tenant comes under the old one.
+   under it. From then on no new tenant comes under the old one.
 2. Every tenant gets a new key, in a transaction of its own: its index key, its name, the secrets
-   and labels of its live segments are wrapped anew. Blocks are not touched, block ids stay.
+   and labels of its live segments, and what the inventory says of it are wrapped anew. Blocks are
+   not touched, block ids stay.
 3. A scan shows that nothing is left under the old epoch (REQ-K3).
 4. The old epoch is destroyed in the key provider.
 5. Opening something under it is tried, and has to be refused (REQ-K4).
@@ -34,7 +34,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from kvvault.audit.receipts import AUTOMATIC, Issuer
+from kvvault.audit.receipts import AUTOMATIC, TECHNICAL, Issuer
 from kvvault.catalog import operations
 from kvvault.catalog import purging as rows
 from kvvault.catalog.catalog import Catalog
@@ -214,7 +214,7 @@ class Purger:
         done = replace(purge, destroyed_at=destroyed_at, verified_at=verified_at)
 
         def certify(connection: Connection) -> int:
-            numbers = rows.cover(connection, purge.purge_no, _BATCH, but=AUTOMATIC)
+            numbers = rows.cover(connection, purge.purge_no, _BATCH, but={*AUTOMATIC, TECHNICAL})
             self._issuer.purged(connection, done, numbers)
             return len(numbers)
 
@@ -298,6 +298,8 @@ class Purger:
             try:
                 found = self._catalog.read(partial(rows.live_wraps, tenant_id=row.tenant_id))
                 prepared = {wraps: _rewrapped(wraps, old, new) for wraps in found}
+                said = self._catalog.read(partial(rows.sealed_texts, tenant_id=row.tenant_id))
+                texts = {text: _resealed(text.sealed, text.kind, old, new) for text in said}
                 renewed = replace(
                     row,
                     root_epoch=wrapped.epoch,
@@ -313,6 +315,8 @@ class Purger:
                         new=renewed,
                         prepared=prepared,
                         rewrap=lambda wraps: _rewrapped(wraps, old, new),
+                        texts=texts,
+                        reseal=lambda text: _resealed(text.sealed, text.kind, old, new),
                     )
                 )
                 if done is None:  # forgotten meanwhile

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from kvvault.counters import Counters
 from kvvault.crypto.aead import SegmentCipher, wipe
@@ -78,12 +79,46 @@ class Reader:
         """Fill `buffers`; all have the block's size. Every buffer that is not a HIT is zeroed,
         except ABANDONED ones, which are not touched."""
         outcomes: list[Outcome] = [Outcome.MISS] * len(block_ids)
-        found: dict[int, list[tuple[int, Location]]] = {}
+        places = self._find(block_ids, range(len(block_ids)))
+        self._get(block_ids, buffers, guard, places, outcomes)
+        # What was where we looked may have been written to another segment meanwhile, because
+        # something beside it was deleted or evicted.
+        missed = [i for i in places if outcomes[i] is Outcome.MISS]
+        if missed:
+            with suppress(KvvaultError):
+                self._view.refresh()
+        moved = {
+            i: location
+            for i, location in self._find(block_ids, missed).items()
+            if location != places[i]
+        }
+        if moved:
+            self._get(block_ids, buffers, guard, moved, outcomes)
+        self._zero_failures(outcomes, buffers, guard)
+        self._counters.outcomes(outcomes)
+        return outcomes
+
+    def _find(self, block_ids: Sequence[bytes], chosen: Iterable[int]) -> dict[int, Location]:
+        """Where these blocks are, as far as they are known, by their position."""
         now = self._time.now()
-        for i, block_id in enumerate(block_ids):
-            location = self._view.find(block_id, now)
-            if location is not None:
-                found.setdefault(location.number, []).append((i, location))
+        return {
+            i: location
+            for i in chosen
+            if (location := self._view.find(block_ids[i], now)) is not None
+        }
+
+    def _get(
+        self,
+        block_ids: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        guard: Guard,
+        places: Mapping[int, Location],
+        outcomes: list[Outcome],
+    ) -> None:
+        """Load what is at these places; sets their `outcomes`."""
+        found: dict[int, list[tuple[int, Location]]] = {}
+        for i, location in places.items():
+            found.setdefault(location.number, []).append((i, location))
         for number, members in found.items():
             segment = self._view.segment(number)
             if segment is None:
@@ -103,9 +138,6 @@ class Reader:
                     outcomes[i] = outcome
                     if outcome is Outcome.TAMPERED:
                         self._view.discard(block_ids[i], at)
-        self._zero_failures(outcomes, buffers, guard)
-        self._counters.outcomes(outcomes)
-        return outcomes
 
     def read_slots(
         self, segment: LiveSegment, wanted: Sequence[Wanted], guard: Guard
@@ -168,8 +200,11 @@ class Reader:
             if not guard.enter():
                 return [Outcome.ABANDONED] * len(wanted)
             try:
+                revoked = segment.revoked  # as of the refresh above: an erasure waits for the fence
                 for item, data in zip(wanted, sealed, strict=True):
-                    if isinstance(data, ShortReadError):
+                    if item.slot in revoked:
+                        outcomes.append(Outcome.MISS)
+                    elif isinstance(data, ShortReadError):
                         lost.append(item)
                         outcomes.append(Outcome.MISS)
                     elif isinstance(data, StorageError):

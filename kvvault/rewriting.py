@@ -1,9 +1,8 @@
 """Writing blocks again that are on the disk already: under another key, on the terms they had.
 
-Two callers. Eviction saves what is hot of a segment before it deletes it, and writes it after. A
-deletion of single blocks copies what stays to another segment, and deletes the whole segment then:
-a key is the smallest thing that can be destroyed. Nothing written again lives longer than before,
-and it counts as used as often and as lately as it was.
+Two callers. Eviction saves what is hot of a segment before it deletes it, and writes it after.
+`kvvault.erasing` copies what stays of a segment to another one before it deletes that. Nothing
+written again lives longer than before, and it counts as used as often and as lately as it was.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import SegmentRow, Terms
 from kvvault.crypto.keys import TenantKeys
-from kvvault.deleting import DeletionReport, Eraser, Targets
 from kvvault.errors import KvvaultError, StorageError
 from kvvault.governing import Inherited
 from kvvault.keyring import KeyRing
@@ -27,7 +25,7 @@ from kvvault.model import Namespace, Outcome
 from kvvault.reading import ALWAYS, Reader
 from kvvault.segments.fence import Fence
 from kvvault.segments.io import AlignedBuffer
-from kvvault.segments.store import Wanted, batches, block_ids_of
+from kvvault.segments.store import Wanted, batches, block_ids_of, origins_of
 from kvvault.timekeeping import VaultTime
 from kvvault.view import View
 from kvvault.writing import Destination, Writer
@@ -36,9 +34,6 @@ log = logging.getLogger(__name__)
 
 _WINDOW_S = 5.0
 """How long a segment of blocks that are written again takes more of them."""
-
-_ROUNDS = 5
-"""How often a deletion of single blocks looks whether they were stored again meanwhile."""
 
 _TOLD = frozenset({Outcome.HIT, Outcome.TAMPERED, Outcome.MISS})
 """Outcomes after which nothing is to be had by trying again."""
@@ -55,8 +50,26 @@ class Saved:
     blocks: tuple[memoryview, ...]
     uses: tuple[tuple[int, float], ...]
     """How often each was used, and when last."""
+    origins: tuple[bytes, ...]
+    """Whose each was."""
     unreadable: int
     """Blocks that could not be read now, which says nothing of them."""
+
+
+class _Carried:
+    """Blocks that are written again stay whose they were."""
+
+    prompt_no = None
+
+    def __init__(self, origins: Sequence[bytes]) -> None:
+        self._origins = origins
+
+    def prepare(self) -> None:
+        """Nothing to do: their prompts have rows."""
+
+    def of(self, positions: Sequence[int]) -> bytes:
+        """As they were."""
+        return b"".join(self._origins[i] for i in positions)
 
 
 class Rewriter:
@@ -103,31 +116,6 @@ class Rewriter:
             finally:
                 self._local.busy = False
 
-    def delete(
-        self, eraser: Eraser, targets: Targets, *, actor: str, reason: str
-    ) -> DeletionReport:
-        """Delete single blocks wherever they are now. When it returns, none of them that no hold
-        keeps is served by any process; should the others not be copied, nothing is deleted.
-
-        Raises:
-            StorageError, CatalogError, VaultLockedError.
-        """
-        report: DeletionReport | None = None
-        with self.alone():
-            for _ in range(_ROUNDS):
-                # No more blocks come to these segments: those that stay are known from here on.
-                plan = eraser.plan_blocks(targets)
-                eraser.seal([facts.segment_id for facts in plan.segments])
-                plan = eraser.plan_blocks(targets)
-                for one in plan.survivors:
-                    self.copy(one.segment_id, one.slots)
-                done = eraser.execute(plan, actor=actor, reason=reason)
-                report = done if report is None else report + done
-                if not plan.segments:
-                    break
-        assert report is not None  # noqa: S101 - there is at least one round
-        return report
-
     def copy(self, segment_id: bytes, slots: Sequence[int]) -> None:
         """Write slots of a live segment to another one. When it returns, whoever looks for these
         blocks finds the copies.
@@ -164,11 +152,16 @@ class Rewriter:
         extents = self._catalog.read(
             partial(operations.list_extents, segment_id=row.facts.segment_id)
         )
+        sound = [extent for extent in extents if extent.well_formed]
         ids = {
             extent.first_slot + i: block_id
-            for extent in extents
-            if extent.well_formed
+            for extent in sound
             for i, block_id in enumerate(block_ids_of(extent))
+        }
+        whose = {
+            extent.first_slot + i: origin
+            for extent in sound
+            for i, origin in enumerate(origins_of(extent))
         }
         size = row.facts.block_bytes
         wanted = sorted(slot for slot in slots if slot in ids)
@@ -195,6 +188,7 @@ class Rewriter:
                 else (int(known[0][wanted[i]]), float(known[1][wanted[i]]))
                 for i in good
             ),
+            tuple(whose[wanted[i]] for i in good),
             sum(outcome not in _TOLD for outcome in outcomes),
         )
 
@@ -216,7 +210,14 @@ class Rewriter:
             if tenant is None or namespace is None:
                 return 0
             to = _inheriting(row, self._ring.tenant(tenant), namespace, self._time.steady())
-            report = self._writer.put(to, saved.block_ids, saved.blocks, ALWAYS, again=again)
+            report = self._writer.put(
+                to,
+                saved.block_ids,
+                saved.blocks,
+                ALWAYS,
+                again=again,
+                origins=_Carried(saved.origins),
+            )
         except KvvaultError as exc:
             log.warning("blocks are not written again: %s", exc)
             return 0

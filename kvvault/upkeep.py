@@ -9,7 +9,8 @@ expire        when a deadline has come        destroys what is past its deadline
 evict         every minute                    keeps the vault below its high watermark
 purge         every `purge_every`             makes what was deleted unrecoverable
 scrub         every hour                      authenticates a part, all of it once a week
-reconcile     every ten minutes               repairs what processes left that died
+reconcile     every ten minutes               repairs what processes left that died; prompts with
+                                              nothing left leave the inventory
 checkpoint    every hour                      empties the catalog's log
 ============  ==============================  ===================================================
 """
@@ -114,9 +115,11 @@ def _purge(vault: Vault) -> Callable[[JobContext], str]:
 def _reconcile(vault: Vault) -> Callable[[JobContext], str]:
     def run(_context: JobContext) -> str:
         done = vault.reconcile()
+        pruned = vault.prompts.prune()
         return (
             f"sealed {done.sealed_segments} segments, destroyed {done.destroyed_files} files, "
-            f"lost {done.lost_segments} segments, finished {done.finished_deletions} deletions"
+            f"lost {done.lost_segments} segments, finished {done.finished_deletions} deletions, "
+            f"{pruned} prompts left the inventory"
         )
 
     return run

@@ -9,12 +9,14 @@ raise; they are for scheduler threads. Everything else may wait for disk, catalo
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -24,7 +26,7 @@ from kvvault import inventory, keylooking, layout
 from kvvault.applying import Applier, PolicyDiff
 from kvvault.audit.checkpoint import VerifierKey, origin_of
 from kvvault.audit.log import AuditLog
-from kvvault.audit.receipts import Issuer
+from kvvault.audit.receipts import EngineCopy, Issuer
 from kvvault.catalog import log as audit_log
 from kvvault.catalog import operations, purging, retention
 from kvvault.catalog.catalog import Catalog
@@ -32,10 +34,12 @@ from kvvault.catalog.log import Fact
 from kvvault.catalog.operations import TenantRow
 from kvvault.checking import Checker
 from kvvault.counters import OTHERS, Counters
+from kvvault.crypto.aead import MAX_TEXT_BYTES
 from kvvault.crypto.keys import TenantKeys
 from kvvault.crypto.providers import open_provider
 from kvvault.crypto.providers.base import KeyProvider, ProviderInfo
 from kvvault.deleting import HOLDS_LOCK, DeletionPlan, DeletionReport, Eraser, Targets
+from kvvault.erasing import BlockEraser
 from kvvault.errors import (
     CatalogCorruptError,
     ClosedError,
@@ -46,8 +50,8 @@ from kvvault.errors import (
     VaultNotFoundError,
 )
 from kvvault.evicting import EvictionReport, Evictor
-from kvvault.governing import AppliedPolicy, Governed, Governor
-from kvvault.holding import Hold, Holder
+from kvvault.governing import AppliedPolicy, Governed, Governor, PastPolicy
+from kvvault.holding import Hold, Holder, find_tenant
 from kvvault.keylooking import KeyCheck, KeysReport
 from kvvault.keyring import KeyRing, another_tenants_row, with_current
 from kvvault.model import (
@@ -66,8 +70,14 @@ from kvvault.model import (
     VerifyReport,
 )
 from kvvault.options import VaultOptions
+from kvvault.origins import OfPrompt
 from kvvault.policy import shipped
+from kvvault.policy.decide import Verdict
 from kvvault.policy.document import Policy
+from kvvault.prompterasing import ErasurePlan, PromptEraser
+from kvvault.promptfacts import Condition
+from kvvault.prompting import Prompt, Recorder
+from kvvault.prompts import Prompts
 from kvvault.purging import Purger, PurgeReport
 from kvvault.reading import ALWAYS, NOWHERE, Reader
 from kvvault.recovery import Recovery
@@ -83,7 +93,7 @@ from kvvault.writing import Destination, Writer
 
 log = logging.getLogger(__name__)
 
-_MAX_TENANT_NAME = 256
+_MAX_NAME = 256
 _MAX_LABELS = 2048
 
 _IN_USE = "in-use"
@@ -141,9 +151,20 @@ class Scope:
         """
         return self._keys.block_id(self.namespace.digest, key)
 
-    def asking(self, retention_class: str | None) -> Scope:
-        """The same place, for a request that asks for a retention class. No I/O."""
-        return Scope(self.tenant, self._keys, self.namespace, self.labels, retention_class)
+    def asking(self, retention_class: str | None, labels: Mapping[str, str] | None = None) -> Scope:
+        """The same place, for a request that asks for a retention class and bears labels (the
+        scope's own win over them; such as `Vault.scope` takes). No I/O."""
+        both = {**(labels or {}), **self.labels}
+        return Scope(self.tenant, self._keys, self.namespace, both, retention_class)
+
+    @property
+    def keys(self) -> TenantKeys:
+        """The tenant's keys; for the core."""
+        return self._keys
+
+    def verdict(self, governor: Governor) -> Verdict:
+        """What the policy in force says of its blocks. Errors as `destination`."""
+        return self._govern(governor).verdict
 
     def destination(self, governor: Governor) -> Destination:
         """Where its blocks go under the policy in force. Asks the policy again when it changed.
@@ -151,17 +172,25 @@ class Scope:
         Raises:
             CatalogError, StorageError: the policy cannot be read.
         """
+        return Destination(self._keys, self.namespace, self._govern(governor))
+
+    def _govern(self, governor: Governor) -> Governed:
         governed = self._governed
         if governed is None or governed.policy_no < governor.newest:
             governed = governor.govern(
                 self.tenant, self.namespace, self.labels, self.retention_class
             )
             self._governed = governed
-        return Destination(self._keys, self.namespace, governed)
+        return governed
 
 
 class Vault:
-    """An open vault. Use `create` or `open`; close it, or use it as a context manager."""
+    """An open vault. Use `create` or `open`; close it, or use it as a context manager.
+
+    After `close`, and in a process forked from the one that opened it, whatever needs the catalog,
+    the segments or the keys raises ClosedError. `contains` and `touch` never raise; what is known
+    without them (`counters`, `path`, `time`, `provider_info`) can still be asked.
+    """
 
     def __init__(
         self,
@@ -263,6 +292,14 @@ class Vault:
                 self._time,
                 space,
             )
+            self._recorder = Recorder(
+                self._catalog,
+                self._view,
+                self._time,
+                self._counters,
+                clock.monotonic,
+                options.lock_timeout_s,
+            )
             self._rewriter = Rewriter(
                 self._catalog,
                 self._view,
@@ -272,6 +309,9 @@ class Vault:
                 self._time,
                 self._fence,
                 options.lock_timeout_s,
+            )
+            self._block_eraser = BlockEraser(
+                self._catalog, self._eraser, self._rewriter, self._time
             )
             self._evictor = Evictor(
                 self._catalog,
@@ -286,6 +326,7 @@ class Vault:
             space.make_room = self._evictor.make_room
             undo.callback(self._writer.close)
             self._view.when_segment_dies(self._writer.segment_died)
+            self._view.when_segment_is_sealed(self._writer.segment_sealed)
             self._view.refresh()
             undo.pop_all()
         self._in_use = in_use
@@ -505,17 +546,8 @@ class Vault:
             StorageError, CatalogError: the catalog cannot be read or written.
         """
         self._check_open()
-        if not 0 < len(tenant) <= _MAX_TENANT_NAME or not tenant.isprintable():
-            raise UsageError(
-                "that is not a usable tenant name",
-                hint=f"use 1 to {_MAX_TENANT_NAME} printable characters",
-            )
-        texts = [text for pair in (labels or {}).items() for text in pair]
-        if sum(map(len, texts)) > _MAX_LABELS or not all(text.isprintable() for text in texts):
-            raise UsageError(
-                "those are not usable labels",
-                hint=f"use printable text, {_MAX_LABELS} characters in all",
-            )
+        _check_name(tenant, "tenant name")
+        _check_labels(labels or {})
         if namespace.block_bytes > MAX_BLOCK_BYTES:
             raise UsageError(
                 "blocks of that size are not supported", hint=f"at most {MAX_BLOCK_BYTES} bytes"
@@ -587,6 +619,8 @@ class Vault:
         buffers: Sequence[Buffer],
         *,
         guard: Guard | None = None,
+        prompt: Prompt | None = None,
+        ends: Sequence[int] | None = None,
     ) -> PutReport:
         """Encrypt and store blocks; returns when they are committed and findable.
 
@@ -596,11 +630,17 @@ class Vault:
         counted as refused: a cache that cannot store is no error. Committed blocks survive the
         death of any process; a power failure may take the newest ones, which then are misses.
 
+        `prompt`: for which they are stored (see `prompt`), and `ends[i]`, the token of it at which
+        the i-th block ends. Nothing is stored for a prompt that was erased.
+
         Raises:
-            ValueError: a buffer of another size, or as many keys as buffers there are not.
+            ValueError: a buffer of another size, or as many keys as buffers (or ends) there are
+                not.
             ClosedError: the vault is closed or read-only.
         """
         self._check_writable()
+        if prompt is not None and (ends is None or len(ends) != len(keys)):
+            raise ValueError("a prompt's blocks need the token at which each of them ends")
         views = _flat(scope, keys, buffers, writable=False)
         with suppress(KvvaultError):
             self._view.refresh()  # a policy that another process applied governs this store
@@ -618,7 +658,88 @@ class Vault:
         if isinstance(to.under, Governed) and self._would_be_past(to.under):
             self._counters.put(PutReport(refused=len(keys)), scope.namespace.block_bytes)
             return PutReport(refused=len(keys))
-        return self._writer.put(to, ids, views, guard or ALWAYS)
+        if prompt is None:
+            return self._writer.put(to, ids, views, guard or ALWAYS)
+        origins = OfPrompt(prompt, ends or (), self._catalog, self._view)
+        return self._writer.put(to, ids, views, guard or ALWAYS, origins=origins)
+
+    def prompt(
+        self,
+        scope: Scope,
+        *,
+        request_id: str | None = None,
+        subject: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        preview: str | None = None,
+    ) -> Prompt:
+        """A request, for the inventory: what it says of itself goes there when something of it is
+        stored or reused, encrypted under the tenant's key. `preview`: how it begins; kept only if
+        the policy says so. Memory only.
+
+        Raises:
+            UsageError: the subject is no 1 to 256 printable characters, or the labels are not
+                printable or too many.
+        """
+        if subject is not None:
+            _check_name(subject, "subject")
+        _check_labels(labels or {})
+        return Prompt(
+            scope.keys,
+            scope.namespace.digest,
+            partial(scope.verdict, self._governor),
+            request_id=request_id,
+            subject=subject,
+            labels=labels or {},
+            preview=preview,
+            started_at=self._time.steady(),
+        )
+
+    def record(self, prompt: Prompt, chain: Mapping[bytes, int]) -> None:
+        """A request is over, and so are its stores. `chain`: keys of all its blocks, also of those
+        that were reused, each with the token at which it ends; read later, so it must not change.
+        Memory only: never blocks, never raises."""
+        if self._closed or self.read_only or os.getpid() != self._pid:
+            return
+        self._recorder.record(prompt, chain)
+
+    @property
+    def prompts(self) -> Prompts:
+        """The inventory: which prompts persist."""
+        self._check_open()
+        return Prompts(self._catalog, self._ring, self._view, self._time)
+
+    def note_question(self, command: str, *, tenant_id: bytes | None = None, rows: int) -> None:
+        """Write down that somebody asked which prompts persist: an entry of the audit log, also of
+        a vault that is open for reading. `rows`: how much the answer tells.
+
+        Raises:
+            StorageError, CatalogError: it cannot be written, so the answer must not be given.
+        """
+        self._check_open()
+        facts: dict[str, Fact] = {
+            "command": command,
+            "rows": rows,
+            "tenant": self._log_id(tenant_id),
+        }
+        note = partial(audit_log.append, kind="question", at=self._time.steady(), facts=facts)
+        if not self.read_only:
+            self._catalog.write(note)
+            return
+        catalog = Catalog.open(layout.catalog_path(self.path))
+        try:
+            catalog.write(note)
+        finally:
+            catalog.close()
+
+    def _log_id(self, tenant_id: bytes | None) -> str | None:
+        if tenant_id is None:
+            return None
+        row = self._catalog.read(partial(operations.get_tenant, tenant_id=tenant_id))
+        return None if row is None else self._ring.tenant(row).keyed_id("log", b"tenant").hex()
+
+    def settle_prompts(self) -> None:
+        """Wait until the inventory has what this process handed over."""
+        self._recorder.settle()
 
     def _would_be_past(self, governed: Governed) -> bool:
         """Whether the clock is so far ahead, and not vouched for, that what is stored now would not
@@ -689,15 +810,15 @@ class Vault:
         self, plan: DeletionPlan, *, actor: str = "kvvault", reason: str = ""
     ) -> DeletionReport:
         """See `kvvault.deleting.Eraser.execute` and, for single blocks,
-        `kvvault.rewriting.Rewriter.delete`."""
+        `kvvault.erasing.BlockEraser.execute`."""
         self._check_writable()
-        if plan.targets is not None:
-            return self._rewriter.delete(self._eraser, plan.targets, actor=actor, reason=reason)
+        if plan.targets:
+            return self._block_eraser.execute(plan, actor=actor, reason=reason)
         return self._eraser.execute(plan, actor=actor, reason=reason)
 
     def plan_blocks(self, scope: Scope, keys: Sequence[bytes]) -> DeletionPlan:
-        """What deleting single blocks would do: their segments go, and what else is in these is
-        written to others first.
+        """What deleting single blocks would do: their segments go, after what else is in these is
+        written to others.
 
         Raises:
             ClosedError: the tenant was forgotten or the vault is closed.
@@ -705,7 +826,37 @@ class Vault:
         self._check_open()
         ids = frozenset(scope.block_id(key) for key in keys)
         targets = Targets(scope.tenant_id, scope.namespace.digest, ids)
-        return self._eraser.plan_blocks(targets)
+        return self._eraser.plan_blocks([targets])
+
+    def plan_erasure(
+        self,
+        conditions: Sequence[Condition],
+        *,
+        tenant: str | None = None,
+        numbers: Iterable[int] | None = None,
+        include_shared: bool = False,
+    ) -> ErasurePlan:
+        """What erasing prompts would do. See `kvvault.prompterasing.PromptEraser.plan`."""
+        self._check_open()
+        self._recorder.settle()  # what this process has just stored or reused is asked about, too
+        return self._prompt_eraser().plan(
+            conditions, tenant=tenant, numbers=numbers, include_shared=include_shared
+        )
+
+    def erase(
+        self,
+        plan: ErasurePlan,
+        *,
+        actor: str,
+        reason: str,
+        engine: Sequence[EngineCopy] = (),
+    ) -> DeletionReport:
+        """Erase prompts. See `kvvault.prompterasing.PromptEraser.execute`."""
+        self._check_writable()
+        return self._prompt_eraser().execute(plan, actor=actor, reason=reason, engine=engine)
+
+    def _prompt_eraser(self) -> PromptEraser:
+        return PromptEraser(self._catalog, self._ring, self.prompts, self._block_eraser)
 
     def delete_segments(self, segment_ids: Sequence[bytes]) -> int:
         """Destroy segments, but for those that a hold keeps; returns how many went. When it
@@ -747,6 +898,7 @@ class Vault:
         Raises:
             StorageError, CatalogError.
         """
+        self._check_open()
         now = self._time.steady()
         if self._view.earliest_deadline() > now:
             return False
@@ -754,7 +906,8 @@ class Vault:
         return first is not None and first <= now
 
     def reconcile(self) -> RecoveryReport:
-        """Repair what processes that died since left behind, as opening the vault does.
+        """Repair what processes that died since left behind, as opening the vault does, and finish
+        deletions of single blocks.
 
         Raises:
             VaultLockedError: another process is at it.
@@ -766,11 +919,13 @@ class Vault:
                 self._catalog, self._directory, layout.boot_id(), self._checker().count_intact
             ).run()
         self._view.refresh()
+        self._block_eraser.compact()
         return report
 
     @property
     def catalog(self) -> Catalog:
         """For the jobs' lease and history, and for `kvvault.health`; nobody else."""
+        self._check_open()
         return self._catalog
 
     def _expire_at_opening(self) -> None:
@@ -796,26 +951,39 @@ class Vault:
         reason: str,
         actor: str,
         tenant: str | None = None,
+        subject: str | None = None,
+        prompt_id: bytes | None = None,
         segment_id: bytes | None = None,
     ) -> Hold:
-        """Stop expiry, eviction and erasure of what a tenant has and will have, or of one segment.
-        `reason` and `actor` are recorded as they are: nothing personal.
+        """Stop expiry, eviction and erasure of what a tenant, or a subject of it, has and will
+        have, of one prompt, or of one segment. `reason` and `actor` are recorded as they are:
+        nothing personal.
 
         Raises:
-            ValueError: not exactly one of `tenant` and `segment_id`.
+            ValueError: not exactly one of `tenant`, `tenant` with `subject`, `prompt_id` and
+                `segment_id`.
             UsageError: the vault has no such thing; `reason` or `actor` is no usable text.
             WrongKeyError, StorageError, CatalogError.
         """
         self._check_writable()
         now = self._time.steady()
         with self._fence.exclusive(HOLDS_LOCK, self.options.lock_timeout_s):
-            if tenant is not None and segment_id is None:
-                return self._holder.place_on_tenant(tenant, reason=reason, actor=actor, now=now)
-            if segment_id is not None and tenant is None:
-                return self._holder.place_on_segment(
-                    segment_id, reason=reason, actor=actor, now=now
-                )
-        raise ValueError("a hold is on a tenant or on a segment")
+            match (tenant, subject, prompt_id, segment_id):
+                case (str(), None, None, None):
+                    return self._holder.place_on_tenant(tenant, reason=reason, actor=actor, now=now)
+                case (str(), str(), None, None):
+                    return self._holder.place_on_subject(
+                        tenant, subject, reason=reason, actor=actor, now=now
+                    )
+                case (None, None, bytes(), None):
+                    return self._holder.place_on_prompt(
+                        prompt_id, reason=reason, actor=actor, now=now
+                    )
+                case (None, None, None, bytes()):
+                    return self._holder.place_on_segment(
+                        segment_id, reason=reason, actor=actor, now=now
+                    )
+        raise ValueError("a hold is on a tenant, a subject, a prompt or a segment")
 
     def clear_hold(self, number: int, *, reason: str, actor: str) -> DeletionReport:
         """End a hold; what is past its deadline and no other hold keeps is destroyed now.
@@ -839,6 +1007,7 @@ class Vault:
     def purge(self) -> PurgeReport:
         """Make everything that was deleted unrecoverable. See `kvvault.purging.Purger.run`."""
         self._check_writable()
+        self._block_eraser.compact()  # what is still under a live segment's key is not purged
         return Purger(
             layout.catalog_path(self.path),
             self._vault_id,
@@ -859,6 +1028,7 @@ class Vault:
         Raises:
             StorageError, CatalogError.
         """
+        self._check_open()
         _, since = self._catalog.read(purging.waiting)
         limit = _PURGE_AT * self.policy().vault.purge_interval_s
         return since is not None and self._time.steady() - since >= limit
@@ -909,6 +1079,7 @@ class Vault:
         Raises:
             CatalogError, StorageError: it cannot be read.
         """
+        self._check_open()
         return self._governor.current()[1]
 
     def applied_policy(self) -> AppliedPolicy:
@@ -918,6 +1089,15 @@ class Vault:
         """
         self._check_open()
         return self._governor.applied()
+
+    def policies(self) -> list[PastPolicy]:
+        """Every policy that was ever in force, oldest first.
+
+        Raises:
+            StorageError, CatalogError.
+        """
+        self._check_open()
+        return self._governor.history()
 
     @property
     def time(self) -> VaultTime:
@@ -955,18 +1135,22 @@ class Vault:
 
     def segments(self) -> list[SegmentFacts]:
         """Every segment the catalog knows, tombstones included, oldest first."""
+        self._check_open()
         return [row.facts for row in self._catalog.read(operations.list_segments)]
 
     def namespaces(self) -> list[NamespaceFacts]:
         """Every namespace, oldest first."""
+        self._check_open()
         return self._catalog.read(operations.list_namespaces)
 
     def tenants(self) -> list[TenantFacts]:
         """Every tenant, oldest first; names only where their keys can be had."""
+        self._check_open()
         return inventory.tenants(self._catalog, self._ring)
 
     def stats(self) -> VaultStats:
         """Counters of this process and totals of the vault."""
+        self._check_open()
         return inventory.stats(self._catalog, self._counters, self._view.index_bytes)
 
     def counters(self) -> dict[str, int]:
@@ -980,6 +1164,7 @@ class Vault:
         Raises:
             StorageError, CatalogError: the catalog cannot be read.
         """
+        self._check_open()
         return self._checked(self._checker().check_all(progress))
 
     def verify_segments(
@@ -989,7 +1174,35 @@ class Vault:
 
         Raises: as `verify`.
         """
+        self._check_open()
         return self._checked(self._checker().check_all(progress, only=segment_ids))
+
+    def tenant_keys(self, tenant: str) -> TenantKeys | None:
+        """A tenant's keys, to make keyed ids with; None when there is no tenant of that name. They
+        are this vault's: not for closing.
+
+        Raises:
+            VaultKeyError: they cannot be had; WrongKeyError: also when the catalog was altered.
+            StorageError, CatalogError.
+        """
+        self._check_open()
+
+        def find() -> TenantRow | None:
+            return find_tenant(self._catalog, self._ring, tenant)
+
+        return with_current(
+            find, lambda row: None if row is None else self._ring.named(row, tenant)
+        )
+
+    def root_epochs(self) -> list[str]:
+        """Root keys that the key provider has, oldest first: of this vault and, where it keeps
+        those of several, of others.
+
+        Raises:
+            VaultKeyError: it does not say.
+        """
+        self._check_open()
+        return self._provider.epochs()
 
     def provider_info(self) -> ProviderInfo:
         """Where the root keys are and what destroying one is worth."""
@@ -1138,6 +1351,7 @@ class Vault:
             last_first.callback(self._catalog.close)
             last_first.callback(self._ring.close)
             last_first.callback(self._view.close)
+            last_first.callback(self._recorder.close)
             last_first.callback(self._writer.close)
             last_first.callback(self._leave_word)
 
@@ -1151,6 +1365,23 @@ class Vault:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_name(name: str, what: str) -> None:
+    if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+        raise UsageError(
+            f"that is not a usable {what}", hint=f"use 1 to {_MAX_NAME} printable characters"
+        )
+
+
+def _check_labels(labels: Mapping[str, str]) -> None:
+    texts = [text for pair in labels.items() for text in pair]
+    long = sum(map(len, texts)) > _MAX_LABELS or len(json.dumps(dict(labels))) > MAX_TEXT_BYTES
+    if long or not all(text.isprintable() for text in texts):
+        raise UsageError(
+            "those are not usable labels",
+            hint=f"use printable text, {_MAX_LABELS} characters in all",
+        )
 
 
 def _flat(

@@ -23,13 +23,14 @@ import numpy.typing as npt
 
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import SegmentRow
+from kvvault.catalog.operations import RevokedBlock, SegmentRow
 from kvvault.catalog.retention import Use
 from kvvault.crypto import keys
 from kvvault.crypto.aead import SegmentCipher
 from kvvault.crypto.keys import TenantKeys, WrappedSegment
 from kvvault.errors import ClosedError, WrongKeyError
 from kvvault.keyring import KeyRing, gone
+from kvvault.model import SegmentState
 from kvvault.segments.format import Extent, segment_name
 from kvvault.segments.index import Location, SegmentIndex
 from kvvault.segments.io import SegmentDir, SegmentFile
@@ -56,6 +57,7 @@ class LiveSegment:
         "opened_at",
         "place",
         "records",
+        "revoked",
         "slides",
     )
 
@@ -67,6 +69,8 @@ class LiveSegment:
         """Not served from then on. Written under the view's lock, read by anybody."""
         self.slides = False
         """Whether use moves its deadline."""
+        self.revoked: frozenset[int] = frozenset()
+        """Slots that are not served any more. Replaced under the view's lock, read by anybody."""
         self.opened_at = 0.0
         self._uses: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._used_at: npt.NDArray[np.float64] = np.zeros(0, np.float64)
@@ -180,6 +184,7 @@ class View:
         self._files: OrderedDict[int, SegmentFile] = OrderedDict()
         self._files_lock = threading.Lock()
         self._on_death: Callable[[bytes], None] = lambda _segment_id: None
+        self._on_seal: Callable[[bytes], None] = lambda _segment_id: None
         self._on_policy: Callable[[int], None] = lambda _policy_no: None
         self._closed = False
         self._bereaved: set[bytes] = set()
@@ -187,6 +192,11 @@ class View:
     def when_segment_dies(self, callback: Callable[[bytes], None]) -> None:
         """Have `callback` called, under the view's lock, with each segment that ceases to live."""
         self._on_death = callback
+
+    def when_segment_is_sealed(self, callback: Callable[[bytes], None]) -> None:
+        """Have `callback` called, under the view's lock, with each segment that takes no more
+        blocks."""
+        self._on_seal = callback
 
     def when_policy_changes(self, callback: Callable[[int], None]) -> None:
         """Have `callback` called, under the view's lock, with the number of the policy in force."""
@@ -327,10 +337,13 @@ class View:
                         self._enter(row)
                     else:
                         known.follow(row)
+                    if row.facts.state is SegmentState.SEALED:
+                        self._on_seal(row.facts.segment_id)
                 elif known is not None:
                     self._forget(known)
                     self._on_death(row.facts.segment_id)
             self._add_extents(delta.extents)
+            self._revoke(delta.revoked)
             self._on_policy(delta.policy_no)
 
     def _enter(self, row: SegmentRow) -> None:
@@ -373,6 +386,19 @@ class View:
         else:
             for number, first_slot, block_ids in placed:
                 self._index.add(number, first_slot, block_ids)
+
+    def _revoke(self, revoked: Sequence[RevokedBlock]) -> None:
+        """Single blocks are not served any more. After their extents: also in a vault that is just
+        opened."""
+        slots: dict[bytes, list[int]] = {}
+        for one in revoked:
+            segment = self._by_id.get(one.segment_id)
+            if segment is not None:
+                self._index.discard(one.block_id, Location(segment.number, one.slot))
+                slots.setdefault(one.segment_id, []).append(one.slot)
+        for segment_id, dead in slots.items():
+            segment = self._by_id[segment_id]
+            segment.revoked = segment.revoked.union(dead)
 
     def close(self) -> None:
         """Forget everything. Nobody polls the catalog through this view afterwards, so the catalog

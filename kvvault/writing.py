@@ -39,6 +39,7 @@ from kvvault.errors import ClosedError, KvvaultError, StorageError, WrongKeyErro
 from kvvault.governing import LABELS, Governed, Inherited
 from kvvault.model import Guard, Namespace, PutReport
 from kvvault.options import VaultOptions
+from kvvault.origins import Origins, Part
 from kvvault.sealing import Sealer
 from kvvault.segments.format import MAX_SLOTS, segment_name
 from kvvault.segments.io import SegmentDir, SegmentFile
@@ -130,15 +131,18 @@ class Writer:
         guard: Guard,
         *,
         again: bool = False,
+        origins: Origins | None = None,
     ) -> PutReport:
         """Store what is not yet there (`again`: also what is). Returns when everything stored is
-        committed and findable."""
+        committed and findable. `origins`: whose blocks they are; None: nobody's."""
         # What another process deleted a moment ago is not "present", and its segment not writable.
         # Microseconds when nothing happened.
         self._refresh()
         fresh, ours = self._claim(block_ids, again)
         try:
             report = PutReport(present=len(block_ids) - len(fresh))
+            if fresh and origins is not None:
+                origins.prepare()
             commits: list[tuple[OpenSegment, int, Future[None]]] = []
             block_bytes = to.namespace.block_bytes
             for batch in batches(len(fresh), block_bytes, self._options.batch_bytes):
@@ -149,6 +153,7 @@ class Writer:
                     [buffers[i] for i in chosen],
                     guard,
                     commits,
+                    None if origins is None else Part(origins, chosen),
                 )
             for segment, count, commit in commits:
                 try:
@@ -201,12 +206,13 @@ class Writer:
         buffers: Sequence[memoryview],
         guard: Guard,
         commits: list[tuple[OpenSegment, int, Future[None]]],
+        part: Part | None,
     ) -> PutReport:
         """Encrypt and write one batch, in pieces where a segment ends; queues the commits."""
         with self._lock:
             self._working += 1
         try:
-            return self._put_pieces(to, block_ids, buffers, guard, commits)
+            return self._put_pieces(to, block_ids, buffers, guard, commits, part)
         finally:
             with self._lock:
                 self._working -= 1
@@ -219,6 +225,7 @@ class Writer:
         buffers: Sequence[memoryview],
         guard: Guard,
         commits: list[tuple[OpenSegment, int, Future[None]]],
+        part: Part | None,
     ) -> PutReport:
         done = 0
         while done < len(block_ids):
@@ -249,7 +256,12 @@ class Writer:
                     finally:
                         guard.leave()
                 segment.write(extent, ciphertext)
-                commit = self._catalog.submit(partial(operations.add_extent, extent=extent))
+                prompt_no = None
+                if part is not None:
+                    extent, prompt_no = part.enter(extent, piece)
+                commit = self._catalog.submit(
+                    partial(operations.add_extent, extent=extent, prompt_no=prompt_no)
+                )
             except KvvaultError as exc:
                 self._retire(segment, exc)
                 return PutReport(refused=len(block_ids) - done)
@@ -496,6 +508,17 @@ class Writer:
             if segment is not None:
                 segment.retired = True
                 segment.cipher.stop_sealing()
+
+    def segment_sealed(self, segment_id: bytes) -> None:
+        """A segment takes no more blocks, perhaps because another process compacts it: what would
+        be written to it now would be refused. Called under the view's lock."""
+        with self._lock:
+            idle = self._idle.pop(segment_id, None)
+            busy = self._busy.get(segment_id)
+            if busy is not None:
+                busy.retired = True
+        if idle is not None:
+            self._seal([idle])
 
     def _staging(self) -> Staging:
         staging = getattr(self._local, "staging", None)

@@ -43,6 +43,7 @@ from kvvault.errors import FormatError
 
 __all__ = [
     "AUTOMATIC",
+    "TECHNICAL",
     "DeletionFacts",
     "EngineCopy",
     "Issuer",
@@ -58,6 +59,8 @@ REVOKED: Final = "revoked"
 PURGED: Final = "purged"
 AUTOMATIC: Final = frozenset({"expire", "evict"})
 """Triggers of deletions that nobody asked for: summed up, one receipt per purge."""
+TECHNICAL: Final = "compact"
+"""Trigger of what is a part of another deletion: its entry in the log is all there is."""
 
 _MAX_KEY_IDS: Final = 1000
 """More are given as a digest of all of them."""

@@ -47,10 +47,12 @@ class Catalog:
         self._version: int | None = None
         self._change = -1
         self._extent_no = -1
+        self._revoked_seq = -1
 
     @classmethod
     def open(cls, path: Path, *, create: bool = False, read_only: bool = False) -> Catalog:
-        """Open a catalog, upgrading its schema; `create` makes a new one.
+        """Open a catalog, upgrading its schema; `create` makes a new one. With `read_only` nothing
+        is upgraded: what is older is refused, as it lacks columns that are read.
 
         Raises:
             FileNotFoundError: there is none (and `create` is false).
@@ -68,7 +70,14 @@ class Catalog:
             migrate.upgrade(engine)
             engine.dispose()
             sync_log(path)
-        return cls(path, read_only=read_only)
+        catalog = cls(path, read_only=read_only)
+        if read_only:
+            try:
+                catalog.read(migrate.refuse_others)
+            except BaseException:
+                catalog.close()
+                raise
+        return catalog
 
     def submit(self, operation: Callable[[Connection], _T], *, durable: bool = False) -> Future[_T]:
         """Queue a write; see `kvvault.catalog.writer` for what `durable` means."""
@@ -111,10 +120,13 @@ class Catalog:
             if version == self._version:
                 return None
             with reading(self._watch):
-                delta = operations.changes_since(self._watch, self._change, self._extent_no)
+                delta = operations.changes_since(
+                    self._watch, self._change, self._extent_no, self._revoked_seq
+                )
         # Only now: a read that failed is repeated. The version was taken before the rows were, so a
         # commit in between is seen twice rather than never.
         self._version, self._change, self._extent_no = version, delta.change, delta.extent_no
+        self._revoked_seq = delta.revoked_seq
         return delta
 
     def _check_frozen(self) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, insert, select, update
 
-from kvvault.catalog import log
+from kvvault.catalog import log, protecting
 from kvvault.catalog import schema as t
 from kvvault.catalog.operations import LIVE
 from kvvault.errors import CatalogCorruptError
 
 TENANT = "tenant"
 SEGMENT = "segment"
+SUBJECT = "subject"
+PROMPT = "prompt"
 
 _SEPARATOR = "\n"
 """Between who cleared a hold and why, in one column: neither holds a control character."""
@@ -46,8 +48,9 @@ def place(
     now: float,
     known_as: str | None = None,
 ) -> HoldRow | None:
-    """Protect a tenant or a live segment from now on; None when there is none of that id. Deletions
-    ask in transactions of their own, so each comes wholly before this one or finds the hold.
+    """Protect a tenant, a live segment, a subject or a prompt from now on; None when there is none
+    of that id. Deletions ask in transactions of their own, so each comes wholly before this one or
+    finds the hold.
 
     :param known_as: the keyed id by which the audit log knows the target.
     """
@@ -56,6 +59,7 @@ def place(
     values = {"kind": kind, "target": target, "reason": reason, "actor": actor, "placed_at": now}
     row = connection.execute(insert(t.holds).values(values).returning(t.holds)).one()
     placed = _hold(row._mapping)
+    protecting.protect(connection)
     facts: dict[str, log.Fact] = {"hold": placed.hold_no, "on": kind, "actor": actor}
     log.append(connection, "hold-placed", now, {**facts, "target": known_as})
     return placed
@@ -63,8 +67,13 @@ def place(
 
 def _exists(connection: Connection, kind: str, target: bytes) -> bool:
     s, tenant = t.segments.c, t.tenants.c
+    if kind == SUBJECT:
+        return True  # also one of whom nothing is there yet
     if kind == TENANT:
         found = select(tenant.tenant_id).where(tenant.tenant_id == target)
+    elif kind == PROMPT:
+        prompt = t.prompts.c
+        found = select(prompt.prompt_id).where(prompt.prompt_id == target, prompt.gone == 0)
     else:
         found = select(s.segment_id).where(s.segment_id == target, s.state.in_(LIVE))
     return connection.execute(found).first() is not None
@@ -83,6 +92,7 @@ def clear(
     ).first()
     if row is None:
         return None
+    protecting.protect(connection)
     log.append(connection, "hold-cleared", now, {"hold": hold_no, "actor": actor})
     return _hold(row._mapping)
 

@@ -48,6 +48,25 @@ def revision(connection: Connection) -> str | None:
     return None if row is None else str(row[0])
 
 
+def refuse_others(connection: Connection) -> None:
+    """See that a catalog can be read as it is, by somebody who may not upgrade it.
+
+    Raises:
+        UnsupportedVersionError: it is of another revision than this kvvault reads.
+        CatalogCorruptError: it is no catalog.
+    """
+    found = revision(connection)
+    if found is None or found == HEAD:
+        return
+    older = found.isdecimal() and found < HEAD
+    raise UnsupportedVersionError(
+        f"the catalog has revision {found}, this kvvault reads {HEAD}",
+        hint="upgrade it by opening the vault for writing once: kvvault jobs run reconcile"
+        if older
+        else "install the newer kvvault that wrote it",
+    )
+
+
 def upgrade(engine: Engine, target: str = HEAD) -> None:
     """Bring a catalog to `target`, in one transaction; does nothing when it is there already.
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Row,
     and_,
     delete,
     exists,
@@ -21,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from kvvault.catalog import log, operations
+from kvvault.catalog import log, operations, protecting
 from kvvault.catalog import schema as t
 from kvvault.catalog.log import Fact
 from kvvault.catalog.operations import LIVE, next_change
@@ -127,10 +129,11 @@ def next_deadline(connection: Connection, *, after: float | None = None) -> floa
 # -- holds ---------------------------------------------------------------------------------------
 
 
-def held() -> ColumnElement[bool]:
-    """Segments that a hold protects."""
-    s, h = t.segments.c, t.holds.c
-    return exists(
+def held(*, whole: bool = False) -> ColumnElement[bool]:
+    """Segments that a hold protects. `whole`: not because of single blocks in them, which may be
+    written to another segment."""
+    s, h, p = t.segments.c, t.holds.c, t.hold_segments.c
+    of_all = exists(
         select(h.hold_no).where(
             h.cleared_at.is_(None),
             or_(
@@ -139,6 +142,9 @@ def held() -> ColumnElement[bool]:
             ),
         )
     )
+    if whole:
+        return of_all
+    return or_(of_all, exists(select(p.segment_id).where(p.segment_id == s.segment_id)))
 
 
 def held_segments(connection: Connection) -> set[bytes]:
@@ -156,11 +162,15 @@ class Candidate:
     held: bool
 
 
-def _candidates(connection: Connection, where: ColumnElement[bool]) -> list[Candidate]:
+def _candidates(
+    connection: Connection, where: ColumnElement[bool], *, whole: bool = False
+) -> list[Candidate]:
     rows = operations.list_segments(connection, where)
     kept = {
         operations.blob(row[0], "a segment")
-        for row in connection.execute(select(t.segments.c.segment_id).where(where, held()))
+        for row in connection.execute(
+            select(t.segments.c.segment_id).where(where, held(whole=whole))
+        )
     }
     return [Candidate(row.facts, row.facts.segment_id in kept) for row in rows]
 
@@ -170,13 +180,17 @@ def expired(connection: Connection, now: float) -> list[Candidate]:
     return _candidates(connection, past_deadline(now))
 
 
-def live_among(connection: Connection, segment_ids: Sequence[bytes]) -> list[Candidate]:
-    """Those of these segments that live."""
+def live_among(
+    connection: Connection, segment_ids: Sequence[bytes], *, whole: bool = False
+) -> list[Candidate]:
+    """Those of these segments that live. `whole`: as `held`."""
     s = t.segments.c
     return [
         one
         for ids in operations.chunks(segment_ids)
-        for one in _candidates(connection, and_(s.segment_id.in_(ids), s.state.in_(LIVE)))
+        for one in _candidates(
+            connection, and_(s.segment_id.in_(ids), s.state.in_(LIVE)), whole=whole
+        )
     ]
 
 
@@ -222,16 +236,20 @@ def revoke(
     actor: str,
     reason: str,
     expired_by: float | None = None,
+    compacting: bool = False,
     about: Mapping[str, Fact] | None = None,
     always: bool = False,
 ) -> Revoked:
     """Destroy the wrapped keys of those of these segments that live and that no hold keeps; with
-    `expired_by`, only of those whose deadline has come by then. Writes it down, in the audit log as
+    `expired_by`, only of those whose deadline has come by then. `compacting`: their blocks are
+    somewhere else, or were revoked and written down before. Writes it down, in the audit log as
     well (but for `reason`: somebody's words); with `always` also when nothing was left to go.
 
     :param about: what else the log says of it; keyed ids only.
     """
     s = t.segments.c
+    if not compacting:
+        protecting.protect(connection)
     ids: list[bytes] = []
     blocks = data_bytes = kept = 0
     for chunk in operations.chunks(segment_ids):
@@ -239,11 +257,11 @@ def revoke(
         if expired_by is not None:
             where = and_(where, past_deadline(expired_by))
         free = connection.execute(
-            select(s.segment_id, s.blocks, s.block_bytes).where(where, ~held())
+            select(s.segment_id, s.blocks, s.block_bytes).where(where, ~held(whole=compacting))
         ).all()
         kept += int(
             connection.execute(
-                select(func.count()).select_from(t.segments).where(where, held())
+                select(func.count()).select_from(t.segments).where(where, held(whole=compacting))
             ).scalar_one()
         )
         ids += [operations.blob(row[0], "a segment") for row in free]
@@ -251,6 +269,8 @@ def revoke(
         data_bytes += sum(int(row[1]) * int(row[2]) for row in free)
     if not ids and not always:
         return Revoked(held=kept)
+    if compacting:
+        blocks = data_bytes = 0
     operations.revoke_segments(connection, ids)
     number = add_deletion(
         connection,
@@ -320,6 +340,7 @@ def forget_tenant(
 
     Deleting the tenant's row alone makes everything of it unreadable: its key is in no other place.
     """
+    protecting.protect(connection)
     found = live_of_tenant(connection, tenant_id)
     kept = sum(one.held for one in found)
     if kept or tenant_held(connection, tenant_id):
@@ -361,8 +382,14 @@ def current_policy(connection: Connection) -> PolicyRow | None:
     row = connection.execute(
         select(t.policies).order_by(t.policies.c.policy_no.desc()).limit(1)
     ).first()
-    if row is None:
-        return None
+    return None if row is None else policy_row(row)
+
+
+def policy_row(row: Row[Any]) -> PolicyRow:
+    """
+    Raises:
+        CatalogCorruptError: it cannot be one.
+    """
     m = row._mapping
     try:
         applied_at = float(m["applied_at"])

@@ -179,11 +179,13 @@ revoked_blocks = Table(
         nullable=False,
     ),
     Column("slot", Integer, nullable=False),
+    Column("block_id", LargeBinary, nullable=False),
+    Column("deletion_no", Integer, nullable=False),
     Index("ix_revoked_blocks_segment_id", "segment_id"),
     sqlite_autoincrement=True,
 )
 """Single blocks that are not served any more, of segments that still live: until what else is in
-these is written to others, and their keys are destroyed."""
+these is written to others, and their keys are destroyed. No purge covers `deletion_no` before."""
 
 holds = Table(
     "holds",
@@ -200,6 +202,19 @@ holds = Table(
     sqlite_autoincrement=True,
 )
 """Legal holds. `target`: a tenant's or segment's id, or a keyed id of a subject or prompt."""
+
+hold_segments = Table(
+    "hold_segments",
+    metadata,
+    Column(
+        "segment_id",
+        LargeBinary,
+        ForeignKey("segments.segment_id", ondelete="CASCADE"),
+        primary_key=True,
+    ),
+)
+"""Segments with blocks of subjects or prompts that are held, as of when somebody last looked: a
+hold is placed, or keys are about to be destroyed (`kvvault.catalog.protecting`)."""
 
 leases = Table(
     "leases",

@@ -16,6 +16,7 @@ from kvvault import errors
 from kvvault.cli.app import app
 from kvvault.cli.columns import Column
 from kvvault.cli.inventory import Inventory
+from kvvault.promptfacts import NUMBERS, TEXTS
 
 __all__ = ["reference"]
 
@@ -104,7 +105,7 @@ def _section(command: Any, context: typer.Context) -> list[str]:
         if record is not None and record[0].split()[0] not in _SETTINGS
     ]
     if any(option.name == "sort" for option in options):
-        lines += _fields()
+        lines += _prompt_fields() if "prompts" in context.command_path else _fields()
     if rows:
         lines += ["| | |", "|---|---|"]
         lines += [f"| `{_escape(form)}` | {_escape(text)} |" for form, text in rows]
@@ -136,6 +137,24 @@ def _fields() -> list[str]:
         "Operators are `=` `!=` for all, `<` `<=` `>` `>=` for counts, sizes (`64KiB`, `1.5GB`),",
         "times (`2026-01-31T12:00:00Z`) and durations (`15m`, `7d`), `~` (contains) for text. `=`",
         "compares an id by its beginning.",
+        "",
+    ]
+
+
+def _prompt_fields() -> list[str]:
+    """What `prompts ls` can filter and sort by."""
+    numbers = ", ".join(f"`{name}` {kind}" for name, kind in NUMBERS.items())
+    texts = ", ".join(f"`{name}`" for name in TEXTS)
+    return [
+        "Fields for `--filter` and `--sort`:",
+        "",
+        f"{numbers}.",
+        "",
+        f"For `--filter` only, with `=` and `!=`: {texts},",
+        "`label.NAME`. Names, subjects and request ids are encrypted, so they are compared as a",
+        "whole; ids by their beginning. `bytes` is all that a prompt has, `alone` what no other",
+        "prompt has, `shared` the rest, `idle` the time since it was last used, `deadline` when",
+        "the last of it is destroyed.",
         "",
     ]
 

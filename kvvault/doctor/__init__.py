@@ -17,7 +17,7 @@ from kvvault.doctor.disk import check_space
 from kvvault.doctor.findings import Finding, Status, fail, warn, worst
 from kvvault.doctor.pending import PendingRepair, pending_repair
 from kvvault.doctor.promises import check_promises
-from kvvault.errors import KvvaultError
+from kvvault.errors import KvvaultError, UnsupportedVersionError
 from kvvault.health import health_of
 from kvvault.model import Clock, SystemClock
 from kvvault.vault import Vault
@@ -105,6 +105,8 @@ def diagnose_vault(path: Path, provider: str | None, clock: Clock) -> list[Findi
     try:
         with Vault.open(path, provider=provider, clock=clock, read_only=True) as vault:
             found += _diagnose_open(vault, path, uid, clock)
+    except UnsupportedVersionError as error:
+        found.append(warn("contents", f"not looked at: {error}", error.hint))
     except KvvaultError as error:
         found.append(fail("keys", str(error), error.hint))
     return found

@@ -293,6 +293,8 @@ class SegmentDir:
             raise storage_error(exc, "open a segment") from exc
         file = SegmentFile(fd, name)
         if not flags & os.O_CREAT:
+            if not file.linked:  # removed between its opening and this look: no foreign file
+                raise FileNotFoundError(name)
             check_private_file(fd, "a segment file")
         return file
 

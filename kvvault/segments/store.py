@@ -30,7 +30,7 @@ import numpy.typing as npt
 from kvvault.crypto.aead import ID_BYTES, NONCE_BYTES, TAG_BYTES, SegmentCipher
 from kvvault.errors import StorageError
 from kvvault.model import PAGE_BYTES
-from kvvault.segments.format import RECORD_BYTES, Extent, block_aad
+from kvvault.segments.format import ORIGIN_BYTES, RECORD_BYTES, Extent, block_aad
 from kvvault.segments.io import AlignedBuffer, SegmentFile
 
 
@@ -262,6 +262,12 @@ def _rows(fields: bytes, size: int) -> npt.NDArray[np.uint8]:
 def block_ids_of(extent: Extent) -> list[bytes]:
     """The ids of an extent's blocks, in slot order."""
     return [extent.block_ids[i : i + ID_BYTES] for i in range(0, len(extent.block_ids), ID_BYTES)]
+
+
+def origins_of(extent: Extent) -> list[bytes]:
+    """Whose an extent's blocks are, in slot order, 8 bytes each; zeros where nothing is known."""
+    origins = extent.origins or bytes(extent.count * ORIGIN_BYTES)
+    return [origins[i : i + ORIGIN_BYTES] for i in range(0, len(origins), ORIGIN_BYTES)]
 
 
 def batches(count: int, block_bytes: int, batch_bytes: int) -> list[range]:

@@ -9,6 +9,8 @@ Revises: 0001
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -17,7 +19,7 @@ down_revision = "0001"
 branch_labels = None
 depends_on = None
 
-_SEGMENT_COLUMNS: tuple[tuple[str, sa.types.TypeEngine[object], str | None], ...] = (
+_SEGMENT_COLUMNS: tuple[tuple[str, sa.types.TypeEngine[Any], str | None], ...] = (
     ("policy_no", sa.Integer(), None),
     ("rule", sa.Text(), ""),
     ("retention_class", sa.Text(), ""),

@@ -11,6 +11,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from kvvault.errors import UnsupportedVersionError
+
 revision = "0003"
 down_revision = "0002"
 branch_labels = None
@@ -25,6 +27,8 @@ def upgrade() -> None:
         sa.Column("seq", sa.Integer(), autoincrement=True, nullable=False),
         sa.Column("segment_id", sa.LargeBinary(), nullable=False),
         sa.Column("slot", sa.Integer(), nullable=False),
+        sa.Column("block_id", sa.LargeBinary(), nullable=False),
+        sa.Column("deletion_no", sa.Integer(), nullable=False),
         sa.ForeignKeyConstraint(
             ["segment_id"],
             ["segments.segment_id"],
@@ -35,6 +39,17 @@ def upgrade() -> None:
         sqlite_autoincrement=True,
     )
     op.create_index("ix_revoked_blocks_segment_id", "revoked_blocks", ["segment_id"])
+    op.create_table(
+        "hold_segments",
+        sa.Column("segment_id", sa.LargeBinary(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["segment_id"],
+            ["segments.segment_id"],
+            name="fk_hold_segments_segment_id_segments",
+            ondelete="CASCADE",
+        ),
+        sa.PrimaryKeyConstraint("segment_id", name="pk_hold_segments"),
+    )
     op.create_table(
         "scopes",
         sa.Column("scope_no", sa.Integer(), autoincrement=True, nullable=False),
@@ -141,6 +156,22 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    # An older kvvault knows neither: it would serve what was erased, and delete what is held.
+    live = "SELECT segment_id FROM segments WHERE state IN ('open', 'sealed')"
+    known = {
+        "erased blocks in segments that live": f"revoked_blocks WHERE segment_id IN ({live})",
+        "holds on subjects or prompts": (
+            "holds WHERE kind IN ('subject', 'prompt') AND cleared_at IS NULL"
+        ),
+    }
+    for what, where in known.items():
+        query = f"SELECT count(*) FROM {where}"  # noqa: S608 - our own words
+        found = op.get_bind().execute(sa.text(query)).scalar_one()
+        if found:
+            raise UnsupportedVersionError(
+                f"the catalog has {found} {what}, which revision {down_revision} cannot express",
+                hint="finish the erasure, clear the holds, then try again",
+            )
     for table in (
         "receipts",
         "checkpoints",
@@ -149,6 +180,7 @@ def downgrade() -> None:
         "prompts",
         "texts",
         "scopes",
+        "hold_segments",
         "revoked_blocks",
     ):
         op.drop_table(table)

@@ -224,7 +224,8 @@ def test_json_fields(place: Place, command: str) -> None:
 
 def test_json_fields_of_init(tmp_path: Path) -> None:
     document = run("init", "--vault", tmp_path / "v", "--json").document
-    assert set(document) == {"vault", "vault_id", "key_provider", "warnings"}
+    assert set(document) == {"vault", "vault_id", "key_provider", "policy", "warnings"}
+    assert set(document["policy"]) == {"name", "digest"}
     assert set(document["key_provider"]) == PROVIDER
 
 

@@ -122,6 +122,8 @@ def test_reasons_are_required(place: Place, text: tuple[str, ...]) -> None:
 def test_clearing_what_is_not_in_force(place: Place) -> None:
     assert place_hold(place, "--tenant", TENANTS[0]).code == 0
     assert clear_hold(place, 2, "--yes").code == 2
+    assert clear_hold(place, 1 << 64, "--yes").code == 2
+    assert clear_hold(place, 1 << 64, "--dry-run").code == 2
     unasked = clear_hold(place, 1)
     assert unasked.code == 2
     assert "--yes" in unasked.error["hint"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvvault.model import SegmentState
+from kvvault.policy import shipped
 from kvvault.vault import Vault
 from tests.cli.conftest import Place
 from tests.cli.support import BLOCK, NAMESPACE, ROOT, TENANTS, fill, run
@@ -60,6 +61,34 @@ def test_status_of_an_empty_vault(tmp_path: Path, memory: Path) -> None:
     document = run("status", "--vault", path, "--json").document
     assert document["blocks"] == 0
     assert document["oldest_segment_at"] is None
+
+
+def test_init_with_a_policy(tmp_path: Path, memory: Path) -> None:
+    path, key = memory / "governed", f"file:{tmp_path}/governed.key"
+    words = ("init", "--vault", path, "--key-provider", key, "--json")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("kvvault: 1\nname: bad\n")
+    for policy in (bad, tmp_path / "missing.yaml"):
+        refused = run(*words, "--policy", policy)
+        assert refused.code == 2
+        # Before anything is made.
+        assert not path.exists()
+        assert not (tmp_path / "governed.key").exists()
+    own = tmp_path / "own.yaml"
+    own.write_text(shipped.load("gdpr-30d").source)
+    made = run(*words, "--policy", own)
+    assert made.code == 0
+    status = run("status", "--vault", path, "--json").document["policy"]
+    assert (status["name"], status["number"]) == ("gdpr-30d", 1)
+    assert made.document["policy"] == {"name": "gdpr-30d", "digest": status["digest"]}
+
+
+def test_init_with_a_policy_that_comes_with_kvvault(tmp_path: Path, memory: Path) -> None:
+    words = ("init", "--key-provider", f"file:{tmp_path}/k", "--vault")
+    made = run(*words, memory / "shipped", "--policy", "regulated")
+    assert "policy     regulated" in made.out
+    other = run("init", "--key-provider", f"file:{tmp_path}/k2", "--vault", memory / "plain")
+    assert "policy     default" in other.out
 
 
 def test_status_warns_when_key_and_disk_are_together(memory: Path) -> None:

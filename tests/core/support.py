@@ -76,7 +76,7 @@ def get(
 
 def assert_hits(vault: Vault, scope: Scope, block_keys: Sequence[bytes], owner: str = "a") -> None:
     outcomes, found = get(vault, scope, block_keys)
-    assert outcomes == [Outcome.HIT] * len(block_keys)
+    assert outcomes == [Outcome.HIT] * len(block_keys), outcomes
     assert found == contents(owner, block_keys, scope.namespace.block_bytes)
 
 

@@ -235,9 +235,9 @@ class TestPlacing:
         assert vault.holds(cleared=True) == []
 
     def test_on_one_thing(self, vault: Vault, alice: Scope) -> None:
-        with pytest.raises(ValueError, match="tenant or on a segment"):
+        with pytest.raises(ValueError, match="a hold is on a tenant"):
             hold(vault)
-        with pytest.raises(ValueError, match="tenant or on a segment"):
+        with pytest.raises(ValueError, match="a hold is on a tenant"):
             hold(vault, tenant="alice", segment=only_segment(vault, alice))
 
     @pytest.mark.parametrize("text", ["", "  ", "a\nb", "\x1b[2J", "x" * 501])
@@ -276,6 +276,15 @@ class TestPlacing:
 
 
 class TestClearing:
+    @pytest.mark.parametrize("number", [0, -1, 1 << 63, 1 << 64, -(1 << 70)])
+    def test_a_number_that_no_hold_can_have_is_no_hold(
+        self, vault: Vault, alice: Scope, number: int
+    ) -> None:
+        hold(vault, tenant="alice")
+        with pytest.raises(UsageError, match="no hold of that number"):
+            clear(vault, number)
+        assert len(vault.holds()) == 1
+
     def test_only_what_is_in_force(self, vault: Vault, alice: Scope) -> None:
         number = hold(vault, tenant="alice")
         with pytest.raises(UsageError, match="no hold of that number"):

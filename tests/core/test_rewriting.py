@@ -3,14 +3,18 @@ were."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from kvvault.errors import KvvaultError, StorageError
+from kvvault.catalog import revoking
+from kvvault.errors import KvvaultError, StorageError, VaultLockedError
 from kvvault.model import Outcome, PutReport
+from kvvault.rewriting import Rewriter
 from kvvault.vault import Scope, Vault
 from kvvault.writing import Writer
 from tests.core.support import (
@@ -63,19 +67,66 @@ def test_what_was_named_goes_and_the_rest_stays(home: Home) -> None:
         assert again.verify().ok
 
 
-def test_when_the_rest_cannot_be_written_nothing_goes(
-    vault: Vault, scope: Scope, monkeypatch: pytest.MonkeyPatch
+def test_when_the_rest_cannot_be_written_what_was_named_goes_all_the_same(
+    home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(vault, scope, keys(4))
-    plan = vault.plan_blocks(scope, keys(1))
-    with monkeypatch.context() as patch:
-        patch.setattr(Writer, "put", lambda *_args, **_named: PutReport(refused=3))
-        with pytest.raises(StorageError):
-            vault.execute(plan)
-    assert_hits(vault, scope, keys(4))
-    vault.execute(plan)
-    assert_missing(vault, scope, keys(1))
-    assert_hits(vault, scope, keys(4)[1:])
+    with home.create() as vault, home.open() as other:
+        scope, there = (v.scope("alice", namespace()) for v in (vault, other))
+        put(vault, scope, keys(4))
+        plan = vault.plan_blocks(scope, keys(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "put", lambda *_args, **_named: PutReport(refused=3))
+            report = vault.execute(plan)
+            assert (report.blocks, report.waiting_segments) == (1, 1)
+        for handle, place in ((vault, scope), (other, there)):
+            assert_missing(handle, place, keys(1))
+            assert_hits(handle, place, keys(4)[1:])
+        # Its key is still there, so nobody may call it purged.
+        assert vault.purge_is_due() is False
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "put", lambda *_args, **_named: PutReport(refused=3))
+            assert vault.purge().deletions == 0
+    with home.open() as vault:
+        scope = vault.scope("alice", namespace())
+        assert_missing(vault, scope, keys(1))
+        [old] = [f.segment_id for f in vault.segments() if f.state.live]
+        vault.reconcile()
+        assert_missing(vault, scope, keys(1))
+        assert_hits(vault, scope, keys(4)[1:])
+        assert old not in {f.segment_id for f in vault.segments() if f.state.live}
+        assert vault.purge().deletions == 2  # the deletion, and the segment it was in
+
+
+def test_what_is_revoked_while_it_is_copied_does_not_come_back(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whoever revokes it may die before it looks again."""
+    with home.create() as vault, home.open() as other:
+        scope, there = (v.scope("alice", namespace()) for v in (vault, other))
+        put(vault, scope, keys(4))
+        real = Rewriter.copy
+
+        def copy(rewriter: Rewriter, segment_id: bytes, slots: Sequence[int]) -> None:
+            real(rewriter, segment_id, slots)
+            monkeypatch.setattr(Rewriter, "copy", real)
+            with contextlib.suppress(VaultLockedError):  # it waits for the one that copies
+                other.execute(other.plan_blocks(there, keys(1, 1)))
+
+        monkeypatch.setattr(other._fence, "exclusive", refuse_rewriting(other._fence.exclusive))
+        monkeypatch.setattr(Rewriter, "copy", copy)
+        vault.execute(vault.plan_blocks(scope, keys(1)))
+        for handle, place in ((vault, scope), (other, there)):
+            assert_missing(handle, place, keys(2))
+            assert_hits(handle, place, keys(4)[2:])
+
+
+def refuse_rewriting(real: Callable[..., Any]) -> Callable[..., Any]:
+    def exclusive(name: str, *args: Any, **named: Any) -> Any:
+        if name == "rewrite":
+            raise VaultLockedError("a test", hint="a test")
+        return real(name, *args, **named)
+
+    return exclusive
 
 
 def test_deletions_that_share_a_segment_bring_nothing_back(vault: Vault, scope: Scope) -> None:
@@ -129,7 +180,7 @@ def test_blocks_that_come_between_plan_and_deletion_stay(vault: Vault, scope: Sc
     assert_hits(vault, scope, keys(2, 1))
 
 
-def test_when_the_rest_cannot_be_read_nothing_goes(
+def test_when_the_rest_cannot_be_read_it_stays(
     vault: Vault, scope: Scope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(vault, scope, keys(4))
@@ -139,15 +190,14 @@ def test_when_the_rest_cannot_be_read_nothing_goes(
 
     with monkeypatch.context() as patch:
         patch.setattr("kvvault.reading.read_ciphertext", failing)
-        with pytest.raises(StorageError):
-            vault.execute(vault.plan_blocks(scope, keys(1)))
-    assert_hits(vault, scope, keys(4))
+        assert vault.execute(vault.plan_blocks(scope, keys(1))).waiting_segments == 1
+    assert_missing(vault, scope, keys(1))
+    assert_hits(vault, scope, keys(4)[1:])
 
 
 def test_all_of_a_segment_needs_no_copy(vault: Vault, scope: Scope) -> None:
     put(vault, scope, keys(4))
     plan = vault.plan_blocks(scope, keys(4))
-    assert not plan.survivors
     assert vault.execute(plan).blocks == 4
     assert_missing(vault, scope, keys(4))
 
@@ -210,4 +260,9 @@ def test_stopped_at_any_step_nothing_that_stays_is_lost(
         assert_hits(vault, scope, keys(8)[1:])
         if done:
             assert_missing(vault, scope, keys(1))
+        was_there = vault.contains(scope, keys(1))
+        vault.reconcile()
+        assert vault.contains(scope, keys(1)) == was_there
+        assert_hits(vault, scope, keys(8)[1:])
+        assert not vault.catalog.read(revoking.revoked_slots)
         assert vault.verify().ok

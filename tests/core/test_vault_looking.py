@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -14,6 +14,7 @@ from kvvault.errors import (
     VaultNotFoundError,
 )
 from kvvault.model import Outcome
+from kvvault.policy import shipped
 from kvvault.vault import Scope, Vault
 from tests.core.support import (
     BLOCK,
@@ -27,6 +28,51 @@ from tests.core.support import (
     open_descriptors,
     put,
 )
+
+
+def calls(vault: Vault, scope: Scope) -> dict[str, Callable[[], object]]:
+    """What of a vault does not work when it is closed, by name of the method. `forget` comes last,
+    since nothing works for the tenant after it."""
+    default = shipped.load("default")
+    return {
+        "put": lambda: put(vault, scope, keys(1)),
+        "get": lambda: get(vault, scope, keys(1)),
+        "scope": lambda: vault.scope("alice", namespace()),
+        "plan_expired": vault.plan_expired,
+        "plan_segments": lambda: vault.plan_segments([]),
+        "plan_tenant": lambda: vault.plan_tenant("alice"),
+        "plan_blocks": lambda: vault.plan_blocks(scope, keys(1)),
+        "execute": lambda: vault.execute(vault.plan_segments([])),
+        "delete_segments": lambda: vault.delete_segments([]),
+        "expire": vault.expire,
+        "evict": vault.evict,
+        "has_expired": vault.has_expired,
+        "reconcile": vault.reconcile,
+        "catalog": lambda: vault.catalog,
+        "place_hold": lambda: vault.place_hold(tenant="alice", reason="x", actor="x"),
+        "holds": vault.holds,
+        "clear_hold": lambda: vault.clear_hold(1, reason="x", actor="x"),
+        "purge": vault.purge,
+        "purge_is_due": vault.purge_is_due,
+        "keys": vault.keys,
+        "check_keys": vault.check_keys,
+        "diff_policy": lambda: vault.diff_policy(default),
+        "apply_policy": lambda: vault.apply_policy(default, actor="x"),
+        "policy": vault.policy,
+        "applied_policy": vault.applied_policy,
+        "policies": vault.policies,
+        "accept_clock": vault.accept_clock,
+        "segments": vault.segments,
+        "namespaces": vault.namespaces,
+        "tenants": vault.tenants,
+        "stats": vault.stats,
+        "verify": vault.verify,
+        "verify_segments": lambda: vault.verify_segments([]),
+        "tenant_keys": lambda: vault.tenant_keys("alice"),
+        "root_epochs": vault.root_epochs,
+        "refresh": vault.refresh,
+        "forget": lambda: vault.forget("alice"),
+    }
 
 
 class TestReadOnly:
@@ -113,17 +159,21 @@ class TestClosing:
         vault.close()
         vault.close()
         assert vault.contains(scope, keys(2)) == [False] * 2
-        calls: list[Any] = [
-            lambda: put(vault, scope, keys(1)),
-            lambda: get(vault, scope, keys(1)),
-            lambda: vault.scope("alice", namespace()),
-            lambda: vault.delete_segments([]),
-            lambda: vault.forget("alice"),
-            vault.refresh,
-        ]
-        for call in calls:
+        for call in calls(vault, scope).values():
             with pytest.raises(ClosedError):
                 call()
+
+    def test_the_same_calls_work_before(self, vault: Vault, scope: Scope) -> None:
+        put(vault, scope, keys(2))
+        for call in calls(vault, scope).values():
+            call()
+
+    def test_every_public_method_is_among_them(self, vault: Vault, scope: Scope) -> None:
+        public = {name for name in vars(Vault) if not name.startswith("_")}
+        # What opens and closes it, what never raises, and what needs nothing that is closed.
+        others = {"create", "open", "close", "contains", "touch", "time", "counters", "direct_io"}
+        others |= {"provider_info", "key_warning"}
+        assert public == others | calls(vault, scope).keys()
 
     def test_nothing_is_left_open(self, home: Home) -> None:
         home.create().close()

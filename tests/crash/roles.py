@@ -32,6 +32,7 @@ from sqlalchemy import Engine, event
 from kvvault.crypto.providers import FileProvider
 from kvvault.errors import KvvaultError
 from kvvault.model import Outcome
+from kvvault.policy.document import Policy
 from kvvault.testing import ManualClock
 from kvvault.vault import Vault
 from tests.crash.blocks import (
@@ -52,6 +53,24 @@ from tests.crash.processes import PATIENCE_S, Log
 KEPT, FLEETING = TENANTS[:2], TENANTS[2]
 DEADLINE_S = 3600.0
 """When blocks die in the scenarios with a clock of their own; see `test_retention_kill`."""
+HOT = (0, 4)
+"""Blocks that are used, of different segments, and worth writing again when these go."""
+DOOMED = (0, 2, 4, 9)
+"""Blocks that are deleted one by one."""
+
+
+def full_at(cap_bytes: int) -> Policy:
+    """A policy for the scenarios of `test_rewriting_kill`."""
+    who = "owner: tests, justification: a test"
+    return Policy.parse(
+        f"kvvault: 1\nname: kill\ndescription: little space\nvault: {{cap: {cap_bytes}B, "
+        "free_floor: 1B}\nrules:\n"
+        "  - {name: floor, match: {tenant: gamma}, delete_by: 24h, keep_at_least: 12h, "
+        f"{who}}}\n"
+        "  - {name: share, match: {tenant: alpha}, delete_by: 24h, max_bytes: 192KiB, "
+        f"{who}}}\n"
+        f"  - {{name: all, delete_by: 24h, {who}}}\n"
+    )
 
 
 def joined(numbers: Sequence[int]) -> str:
@@ -287,6 +306,47 @@ def _open_late(log: Log, vault: str) -> None:
     log("expired")
 
 
+def _evict(log: Log, vault: str) -> None:
+    """Space runs out twice: a tenant's share while it stores, then the vault's own. See
+    `test_rewriting_kill`."""
+    with Vault.open(vault, options=OPTIONS, clock=ManualClock(ManualClock().now() + 60)) as opened:
+        alpha = opened.scope("alpha", NAMESPACES[0])
+        for _ in range(3):
+            assert set(get(opened, alpha, "alpha", HOT)) == {Outcome.HIT}
+
+        def live() -> set[bytes]:
+            return {facts.segment_id for facts in opened.segments() if facts.state.live}
+
+        def report(what: str, before: set[bytes]) -> None:
+            gone = before - live()
+            assert gone, "nothing was evicted"
+            log("X", ",".join(i.hex() for i in gone))
+            log(what, joined(sorted(found(opened, alpha, range(200)))))
+
+        before = live()
+        assert put(opened, alpha, "alpha", range(100, 104)) == 4
+        report("stored", before)
+        before = live()
+        space = opened._evictor._space
+        used = space.usage().used + space.around().catalog_bytes
+        # A quarter of a small cap is for the catalog's log: 97 % of it are used.
+        opened.apply_policy(full_at(int(used / 0.72)), actor="test")
+        assert opened.evict().segments
+        log("again", opened.counters().get("readmitted_bytes", 0))
+        report("evicted", before)
+
+
+def _delete_blocks(log: Log, vault: str) -> None:
+    """Single blocks of shared segments go, twice; what else is in these is written to others."""
+    with Vault.open(vault, options=OPTIONS, clock=ManualClock(ManualClock().now() + 60)) as opened:
+        for tenant in ("alpha", "delta"):
+            scope = opened.scope(tenant, NAMESPACES[0])
+            log("deleting", tenant)
+            plan = opened.plan_blocks(scope, [key_of(n) for n in DOOMED])
+            opened.execute(plan, actor="test", reason="test")
+            log("deleted", tenant)
+
+
 def step(log: Log, *, scenario: str, vault: str, at: int, torn: bool = False) -> None:
     """Run a scenario and die at its step `at`; else report how many steps it has."""
     fuse = Fuse(at, torn=torn)
@@ -297,6 +357,8 @@ def step(log: Log, *, scenario: str, vault: str, at: int, torn: bool = False) ->
         "reopen": _reopen,
         "expire": _expire,
         "open_late": _open_late,
+        "evict": _evict,
+        "delete_blocks": _delete_blocks,
     }
     scenarios[scenario](log, vault)
     fuse.armed = False

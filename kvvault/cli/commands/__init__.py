@@ -15,6 +15,8 @@ from kvvault.cli.commands import (
     keys,
     listing,
     policy,
+    prompts,
+    report,
     vault,
 )
 
@@ -25,11 +27,13 @@ def register_all(app: typer.Typer) -> None:
     """Add every command to `app`."""
     vault.register(app)
     listing.register(app)
+    prompts.register(app)
     deleting.register(app)
     hold.register(app)
     keys.register(app)
     policy.register(app)
     audit.register(app)
+    report.register(app)
     doctor.register(app)
     jobs.register(app)
     clock.register(app)

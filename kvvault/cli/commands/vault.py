@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -40,17 +40,31 @@ def _provider(info: ProviderInfo) -> dict[str, object]:
 # -- init ----------------------------------------------------------------------------------------
 
 
-def init(run: Run) -> int | None:
+def init(
+    run: Run,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            metavar="FILE",
+            help="A policy file, or the name of a policy that comes with kvvault. If not given: "
+            "the one named default.",
+        ),
+    ] = None,
+) -> int | None:
     """Make a vault in a new or empty directory, and a key for it.
 
     The key goes to a new file below your data directory unless --key-provider names another place.
     """
     from kvvault import layout
+    from kvvault.policy import shipped
     from kvvault.vault import Vault
 
     path = run.vault_path()
-    with Vault.create(path, provider=run.settings.key_provider) as vault:
+    governing = None if policy is None else shipped.find(policy)  # before anything is made
+    with Vault.create(path, provider=run.settings.key_provider, policy=governing) as vault:
         info = vault.provider_info()
+        applied = vault.policy()
     descriptor = layout.read_descriptor(path)
     warnings = list(run.warnings)
     if info.location is None and info.uri.startswith("ephemeral:"):
@@ -64,6 +78,7 @@ def init(run: Run) -> int | None:
                 "vault": path_text(path.absolute()),
                 "vault_id": descriptor.vault_id.hex(),
                 "key_provider": _provider(info),
+                "policy": {"name": applied.name, "digest": applied.digest.hex()},
                 "warnings": warnings,
             }
         )
@@ -71,6 +86,7 @@ def init(run: Run) -> int | None:
     run.output.pairs(
         [
             ("vault", path_text(path.absolute())),
+            ("policy", applied.name),
             ("key", info.uri),
             ("assurance", f"{info.assurance.value}: {info.reason}"),
         ]

@@ -39,19 +39,24 @@ from kvvault.integrations.vllm.facts import EngineFacts, GroupFacts, ModelFacts
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 __all__ = [
     "TESTED",
     "EngineConfig",
+    "chain",
     "check_version",
     "created_by_worker",
     "current_vllm_config",
     "disown_region",
+    "end_of",
     "engine_facts",
+    "offloads_prompts_only",
     "region_path",
     "register_spec",
     "register_tier",
+    "request_ids_are_randomised",
     "total_kv_heads",
     "vllm_version",
 ]
@@ -135,6 +140,34 @@ def disown_region(holder: object) -> None:
 def created_by_worker(region: object) -> bool:
     """Whether the scheduler's region joined a file that a worker had made."""
     return getattr(region, "_creator", None) is False
+
+
+# ---------------------------------------------------------------------- what a request is
+
+
+def request_ids_are_randomised() -> bool:
+    """Whether the engine adds something random to the names of requests."""
+    from vllm import envs
+
+    return not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
+
+
+def offloads_prompts_only(spec: OffloadingSpec) -> bool:
+    """Whether blocks of generated tokens are left out."""
+    return bool(getattr(spec, "offload_prompt_only", True))
+
+
+def chain(context: ReqContext) -> Mapping[bytes, int] | None:
+    """All blocks of a request, each with the token at which it ends: the scheduler's own
+    dictionary, which it only adds to, in order of time. None where this vLLM has none; `end_of`
+    works there."""
+    found = getattr(context, "_offload_key_positions", None)
+    return found if isinstance(found, dict) else None
+
+
+def end_of(context: ReqContext, key: OffloadKey) -> int:
+    """The token at which a block of the request ends; 0 if vLLM does not say."""
+    return context.get_offload_key_position(key) or 0
 
 
 # ------------------------------------------------------------------ the engine's configuration

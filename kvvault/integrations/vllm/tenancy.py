@@ -1,26 +1,38 @@
 """Whose blocks a request's are, and whether they may be kept.
 
-For now the client names its tenant in ``kv_transfer_params["kvvault"]``, and only names on a
-configured list count. Signed assertions from a gateway will replace `claim` and nothing else: the
-tier asks `Tenancy.decide` once per request and knows no more about tenants.
+For now the client says in ``kv_transfer_params["kvvault"]`` who it is and what the request is to be
+listed under, and only tenants on a configured list count. Signed assertions from a gateway will
+replace `claim` and nothing else: the tier asks `Tenancy.decide` once per request and knows no more
+about tenants.
 
 What a client sends is hostile until proven otherwise (REQ-F5): only a small dictionary of known
-keys with short values is looked at, nothing of it is walked, copied, logged or shown.
+keys with short values is looked at; nothing is walked deeper than the labels, logged or shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 
+from kvvault.prompting import Prompt
 from kvvault.vault import Scope
 
 PARAMS_KEY = "kvvault"
-_KNOWN = frozenset({"tenant", "persist", "class"})
+_KNOWN = frozenset({"tenant", "persist", "class", "subject", "labels", "request_id", "preview"})
 _MAX_NAME = 256
-_MAX_CLASSES = 64
-"""Retention classes that are remembered; a client that keeps inventing names gets the default."""
+_MAX_PREVIEW = 256
+_MAX_LABELS = 8
+_MAX_LABEL_NAME = 64
+_MAX_LABEL_VALUE = 128
+_MAX_LABEL_BYTES = 2048
+"""All of them, as ASCII JSON, which is what is encrypted of them."""
+_MAX_SCOPES = 256
+"""Places (tenant, class, labels) that are remembered, the least recently used one forgotten: a
+client that keeps inventing some costs itself time, and others nothing but that."""
 
 
 class Verdict(StrEnum):
@@ -30,6 +42,24 @@ class Verdict(StrEnum):
     DEFAULT_TENANT = "default_tenant"
     NO_TENANT = "no_tenant"
     MALFORMED = "malformed"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Claim:
+    """What a request says about itself. Personal: shown nowhere."""
+
+    tenant: str | None = None
+    persist: bool = True
+    retention_class: str | None = None
+    """Which it asks for. The policy decides whether there is one; it can only shorten a life."""
+    subject: str | None = None
+    """Whom it is about."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """(name, value), sorted by name."""
+    request_id: str | None = None
+    """What the client calls the request, if not as the response does."""
+    preview: str | None = None
+    """What an inventory may show of the text, where the policy wants previews."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,17 +73,50 @@ class RequestState:
     scope: Scope | None
     persist: bool
     verdict: Verdict
+    said: Claim | None = field(default=None, repr=False)
+    """What it says of itself, until `prompt` has it."""
     failed: set[bytes] = field(default_factory=set)
+    prompt: Prompt | None = None
+    """For the inventory, until it was handed over; None also for requests that keep nothing."""
+    chain: Mapping[bytes, int] | None = field(default=None, repr=False)
+    """Its blocks and the tokens at which they end: vLLM's own, see `shims.chain`."""
+    noted: dict[bytes, int] = field(default_factory=dict, repr=False)
+    """The same, where vLLM has none: those that the tier was asked for."""
+    asked: int | None = None
+    """How many of `chain` are the prompt's; the later ones are of what was generated."""
+    used: bool = False
+    """Whether it was scheduled, or something stored or loaded for it."""
+    stores: int = 0
+    """Store jobs under way."""
+    finished: bool = False
+    """No more jobs will come."""
+
+    def reused_or_stored(self, *, prompts_only: bool) -> Mapping[bytes, int]:
+        """What it may have in common with others: its chain, by reference."""
+        if self.chain is None:
+            return self.noted
+        if not prompts_only or self.asked is None or self.asked == len(self.chain):
+            return self.chain
+        return _First(self.chain, self.asked)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a request says about itself."""
+class _First(Mapping[bytes, int]):
+    """The first entries of a dictionary, without copying it."""
 
-    tenant: str | None = None
-    persist: bool = True
-    retention_class: str | None = None
-    """Which it asks for. The policy decides whether there is one; it can only shorten a life."""
+    __slots__ = ("_count", "_whole")
+
+    def __init__(self, whole: Mapping[bytes, int], count: int) -> None:
+        self._whole = whole
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[bytes]:
+        return islice(self._whole, self._count)
+
+    def __getitem__(self, key: bytes) -> int:
+        return self._whole[key]
 
 
 def claim(params: object) -> Claim | None:
@@ -67,17 +130,53 @@ def claim(params: object) -> Claim | None:
         return Claim()
     if not isinstance(mine, dict) or len(mine) > len(_KNOWN) or not mine.keys() <= _KNOWN:
         return None
-    tenant, persist = mine.get("tenant"), mine.get("persist", True)
+    tenant, persist, labels = mine.get("tenant"), mine.get("persist", True), mine.get("labels")
+    preview = mine.get("preview")
     if not isinstance(persist, bool):
         return None
     if tenant is not None and not (isinstance(tenant, str) and 0 < len(tenant) <= _MAX_NAME):
         return None
-    retention_class = mine.get("class")
-    if retention_class is not None and not (
-        isinstance(retention_class, str) and 0 < len(retention_class) <= _MAX_NAME
-    ):
+    for name in ("class", "subject", "request_id"):
+        if not (mine.get(name) is None or _is_name(mine[name], _MAX_NAME)):
+            return None
+    if preview is not None and not _is_text(preview, _MAX_PREVIEW):
         return None
-    return Claim(tenant, persist, retention_class)
+    if labels is not None and not _are_labels(labels):
+        return None
+    return Claim(
+        tenant,
+        persist,
+        mine.get("class"),
+        mine.get("subject"),
+        tuple(sorted(labels.items())) if labels else (),
+        mine.get("request_id"),
+        preview,
+    )
+
+
+def _is_name(value: object, longest: int) -> bool:
+    """Printable text of 1 to `longest` characters."""
+    return isinstance(value, str) and 0 < len(value) <= longest and value.isprintable()
+
+
+def _is_text(value: object, longest: int) -> bool:
+    """Text of at most `longest` characters, lines and all, that UTF-8 can hold: JSON can smuggle in
+    halves of surrogate pairs, which it cannot."""
+    if not isinstance(value, str) or len(value) > longest:
+        return False
+    return not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _are_labels(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= _MAX_LABELS
+        and all(
+            _is_name(name, _MAX_LABEL_NAME) and _is_name(text, _MAX_LABEL_VALUE)
+            for name, text in value.items()
+        )
+        and len(json.dumps(value)) <= _MAX_LABEL_BYTES
+    )
 
 
 class Tenancy:
@@ -87,7 +186,7 @@ class Tenancy:
         """`scopes`: the tenants that may be named, and the default one."""
         self._scopes = dict(scopes)
         self._default = None if default is None else self._scopes[default]
-        self._asking: dict[tuple[bytes, str], Scope] = {}
+        self._asking: OrderedDict[_Asked, Scope] = OrderedDict()
 
     def decide(self, params: object) -> RequestState:
         """The state of a new request. Never raises.
@@ -101,18 +200,26 @@ class Tenancy:
         if asked.tenant is not None:
             scope = self._scopes.get(asked.tenant)
             if scope is not None:
-                return RequestState(self._ask(scope, asked), asked.persist, Verdict.ACCEPTED)
+                return RequestState(self._ask(scope, asked), asked.persist, Verdict.ACCEPTED, asked)
         if self._default is None:
             return RequestState(None, False, Verdict.NO_TENANT)
         scope = self._ask(self._default, asked)
-        return RequestState(scope, asked.persist, Verdict.DEFAULT_TENANT)
+        return RequestState(scope, asked.persist, Verdict.DEFAULT_TENANT, asked)
 
     def _ask(self, scope: Scope, asked: Claim) -> Scope:
-        if asked.retention_class is None:
+        if asked.retention_class is None and not asked.labels:
             return scope
-        key = (scope.tenant_id, asked.retention_class)
-        if key not in self._asking:
-            if len(self._asking) >= _MAX_CLASSES:
-                return scope
-            self._asking[key] = scope.asking(asked.retention_class)
-        return self._asking[key]
+        key = (scope.tenant_id, asked.retention_class, asked.labels)
+        found = self._asking.get(key)
+        if found is None:
+            found = scope.asking(asked.retention_class, dict(asked.labels))
+            self._asking[key] = found
+            if len(self._asking) > _MAX_SCOPES:
+                self._asking.popitem(last=False)
+        else:
+            self._asking.move_to_end(key)
+        return found
+
+
+_Asked = tuple[bytes, str | None, tuple[tuple[str, str], ...]]
+"""Tenant, retention class, labels."""

@@ -35,21 +35,22 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
 )
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvvault.errors import ConfigError, KvvaultError
-from kvvault.integrations.vllm import shims
+from kvvault.integrations.vllm import requestids, shims
 from kvvault.integrations.vllm.metrics import TierMetrics
 from kvvault.integrations.vllm.namespace import build_namespace
-from kvvault.integrations.vllm.tenancy import RequestState, Tenancy
+from kvvault.integrations.vllm.tenancy import Claim, RequestState, Tenancy
 from kvvault.lifecycle.runs import RunReport
 from kvvault.lifecycle.scheduler import log_run
 from kvvault.model import Guard, Namespace, Outcome, SystemClock
 from kvvault.tiering.transfers import Finished, Part, PoolOptions, TransferPool
 from kvvault.upkeep import scheduler_of
-from kvvault.vault import Vault
+from kvvault.vault import Scope, Vault
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -111,9 +112,10 @@ class _Job:
     """A transfer that the framework waits for. `parts` are the keys of each part, in order."""
 
     job_id: int
+    req_id: str
     is_load: bool
     parts: tuple[tuple[OffloadKey, ...], ...]
-    state: RequestState | None
+    state: RequestState
 
 
 class KvvaultTier(SecondaryTierManager):
@@ -169,6 +171,9 @@ class KvvaultTier(SecondaryTierManager):
             SystemClock(),
         )
         self._jobs: dict[int, _Job] = {}
+        self._unrecorded: dict[str, RequestState] = {}
+        self._prompts_only = shims.offloads_prompts_only(offloading_spec)
+        self._randomised = shims.request_ids_are_randomised()
         self._refused: list[JobResult] = []
         self._counts: Counter[str] = Counter()
         self._metrics = TierMetrics()
@@ -207,13 +212,63 @@ class KvvaultTier(SecondaryTierManager):
             state = self._tenancy.decide(req_context.kv_transfer_params)
             req_context.set_state(state)
             self._counts[f"requests_{state.verdict}"] += 1
+            if state.scope is not None and state.persist:
+                self._open_prompt(state, state.scope, req_context)
         return state
+
+    def _open_prompt(self, state: RequestState, scope: Scope, req_context: ReqContext) -> None:
+        """Have the inventory know the request, when something of it is stored or reused."""
+        said, state.said = state.said or Claim(), None
+        state.prompt = self._vault.prompt(
+            scope,
+            request_id=said.request_id
+            or requestids.client_id(req_context.req_id, randomised=self._randomised),
+            subject=said.subject,
+            labels=dict(said.labels),
+            preview=said.preview,
+        )
+        state.chain = shims.chain(req_context)
+        self._unrecorded[req_context.req_id] = state
+
+    @override
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """The one moment at which a request's chain is its prompt's: it is scheduled, and nothing
+        was generated yet."""
+        for req_id in context.new_req_ids:
+            state = self._unrecorded.get(req_id)
+            if state is not None:
+                state.used = True
+                if state.asked is None and state.chain is not None:
+                    state.asked = len(state.chain)
+
+    @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Also after an abort. What it stored or reused is noted when its last store is over."""
+        state = self._state(req_context)
+        state.finished = True
+        if not state.stores:
+            self._record(req_context.req_id, state)
+
+    def _record(self, req_id: str, state: RequestState) -> None:
+        """Hand the request over to the inventory, once. Nothing is copied, whatever its length."""
+        prompt, state.prompt = state.prompt, None
+        if prompt is not None:
+            self._unrecorded.pop(req_id, None)
+            if state.used:
+                chain = state.reused_or_stored(prompts_only=self._prompts_only)
+                self._vault.record(prompt, chain)
+
+    def _note(self, state: RequestState, keys: Iterable[OffloadKey], context: ReqContext) -> None:
+        """Where vLLM does not keep a request's chain, remember what the tier is asked for."""
+        if state.chain is None and state.prompt is not None:
+            state.noted.update((key, shims.end_of(context, key)) for key in keys)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         state = self._state(req_context)
         if state.scope is None or key in state.failed or self._pool.stalled:
             return LookupResult.MISS
+        self._note(state, (key,), req_context)
         hit = self._vault.contains(state.scope, (key,))[0]
         return LookupResult.HIT if hit else LookupResult.MISS
 
@@ -227,17 +282,32 @@ class KvvaultTier(SecondaryTierManager):
             self._counts["not_persisted_blocks"] += len(keys)
             self._refuse(job_metadata.job_id)
             return
-        scope = state.scope
+        scope, prompt = state.scope, state.prompt
         rows = [int(row) for row in job_metadata.chunk_ids]
+        context = job_metadata.req_context
+        ends = [shims.end_of(context, key) for key in keys]
+        self._note(state, keys, context)
+        state.used = True
 
         def store(guard: Guard) -> int:
-            report = self._vault.put(scope, keys, [self._row(row) for row in rows], guard=guard)
+            report = self._vault.put(
+                scope,
+                keys,
+                [self._row(row) for row in rows],
+                guard=guard,
+                prompt=prompt,
+                ends=ends,
+            )
             return report.stored + report.present
 
         nbytes = len(keys) * self._block_bytes
-        self._jobs[job_metadata.job_id] = _Job(job_metadata.job_id, False, (keys,), None)
+        self._jobs[job_metadata.job_id] = _Job(
+            job_metadata.job_id, context.req_id, False, (keys,), state
+        )
+        state.stores += 1
         if not self._pool.submit_store(job_metadata.job_id, [store], nbytes):
             del self._jobs[job_metadata.job_id]
+            state.stores -= 1
             self._counts["dropped_stores"] += 1
             self._counts["dropped_blocks"] += len(keys)
             self._refuse(job_metadata.job_id)
@@ -253,6 +323,7 @@ class KvvaultTier(SecondaryTierManager):
         if scope is None:
             self._refuse(job_metadata.job_id)
             return
+        state.used = True
         # One part per thread, so that one long prompt uses all of them.
         step = max(1, -(-len(keys) // self._threads), _MIB // self._block_bytes)
         ranges = [range(i, min(i + step, len(keys))) for i in range(0, len(keys), step)]
@@ -264,6 +335,7 @@ class KvvaultTier(SecondaryTierManager):
 
         job = _Job(
             job_metadata.job_id,
+            job_metadata.req_context.req_id,
             True,
             tuple(tuple(keys[i] for i in chosen) for chosen in ranges),
             state,
@@ -311,7 +383,7 @@ class KvvaultTier(SecondaryTierManager):
             for key, hit in zip(keys, hits, strict=True):
                 if hit:
                     good.append(key)
-                elif job.state is not None:
+                else:
                     job.state.failed.add(key)
         total = sum(len(keys) for keys in job.parts)
         self._metrics.load(finished.seconds, len(good) * self._block_bytes)
@@ -326,6 +398,9 @@ class KvvaultTier(SecondaryTierManager):
     def _stored(self, job: _Job, finished: Finished[list[Outcome] | int]) -> JobResult:
         keys = job.parts[0]
         kept = finished.results[0]
+        job.state.stores -= 1
+        if job.state.finished and not job.state.stores:
+            self._record(job.req_id, job.state)
         success = kept == len(keys)
         self._metrics.store(finished.seconds, finished.nbytes if success else 0)
         if success and self._events is not None:
@@ -372,13 +447,16 @@ class KvvaultTier(SecondaryTierManager):
 
     @override
     def shutdown(self) -> None:
-        """Finish or fail what is under way, seal segments, drop keys. Never raises: the engine is
-        going down, and what could not be closed is repaired when the vault is next opened."""
+        """Finish or fail what is under way, note what requests shared, seal segments, drop keys.
+        Never raises: the engine is going down, and what could not be closed is repaired when the
+        vault is next opened."""
         if self._shut_down:
             return
         self._shut_down = True
         try:
             self._pool.close()
+            for req_id, state in tuple(self._unrecorded.items()):
+                self._record(req_id, state)
             if self._scheduler is not None:
                 self._scheduler.stop()
             self._vault.close()

@@ -1,0 +1,122 @@
+"""What holds on subjects and prompts keep, one function per transaction step; see
+`kvvault.catalog.operations`.
+
+Such a hold is on blocks, and what expires or is evicted is a segment: all segments with any of
+these blocks are kept. Which they are changes with every block that is stored or reused, so it is
+worked out where it matters, in the transaction that would take keys away, and written to
+`hold_segments` for everybody who only looks. While there is no such hold, that is one query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from sqlalchemy import Connection, delete, insert, select
+
+from kvvault.catalog import membership
+from kvvault.catalog import schema as t
+from kvvault.catalog.database import direct
+from kvvault.catalog.membership import PromptTable, Snapshot
+from kvvault.catalog.operations import blob
+from kvvault.sharing import I64, Blocks, Links, Mask, Segments, Sharing
+
+_IN_FORCE = "SELECT 1 FROM holds WHERE cleared_at IS NULL AND kind IN ('subject','prompt')"
+
+
+def protect(connection: Connection) -> None:
+    """Bring `hold_segments` up to date."""
+    h = t.hold_segments
+    found = kept(connection)
+    if not found and not direct(connection, "SELECT 1 FROM hold_segments LIMIT 1")[0]:
+        return
+    known = {blob(row[0], "a held segment") for row in connection.execute(select(h.c.segment_id))}
+    if known != set(found):
+        connection.execute(delete(h))
+        for segment_id in found:
+            connection.execute(insert(h).values(segment_id=segment_id))
+
+
+def kept(connection: Connection) -> list[bytes]:
+    """Segments with blocks of subjects or prompts that are held now."""
+    if not direct(connection, _IN_FORCE)[0]:
+        return []
+    state = membership.snapshot(connection)
+    return _segments(state, held_prompts(connection, state, parts=True))
+
+
+def kept_by(connection: Connection, kind: str, target: bytes) -> list[bytes]:
+    """Segments that a hold on a subject or prompt keeps, or would keep."""
+    state = membership.snapshot(connection)
+    table = state.prompts
+    if kind == "subject":
+        numbers = membership.text_numbers(connection, "subject", [target])
+        chosen: Mask = np.isin(table.subject, np.array(numbers, np.int64))
+    else:
+        chosen = np.array([one == target for one in table.prompt_id], np.bool_)
+    return _segments(state, chosen & ~table.gone)
+
+
+def tenant_of(connection: Connection, kind: str, target: bytes) -> bytes | None:
+    """Whose a subject or prompt is; None when nothing of it is there."""
+    if kind == "subject":
+        query = "SELECT tenant_id FROM texts WHERE kind = 'subject' AND text_id = ?"
+    else:
+        query = """
+            SELECT s.tenant_id FROM prompts p JOIN scopes s ON s.scope_no = p.scope_no
+            WHERE p.prompt_id = ?
+        """
+    rows, _ = direct(connection, query, (target,))
+    return blob(rows[0][0], "a scope") if rows else None
+
+
+def held_prompts(connection: Connection, state: Snapshot, *, parts: bool = False) -> Mask:
+    """Which prompts of a snapshot's table holds keep: on the prompt, on its subject and, unless
+    only `parts` are meant, on its tenant."""
+    rows, _ = direct(connection, "SELECT kind, target FROM holds WHERE cleared_at IS NULL")
+    kept: dict[str, set[bytes]] = {"tenant": set(), "subject": set(), "prompt": set()}
+    for kind, target in rows:
+        if isinstance(target, bytes) and kind in kept:
+            kept[str(kind)].add(target)
+    table = state.prompts
+    subjects = membership.text_numbers(connection, "subject", kept["subject"])
+    found: Mask = np.isin(table.subject, np.array(subjects, np.int64))
+    found |= np.array([one in kept["prompt"] for one in table.prompt_id], np.bool_)
+    if not parts and kept["tenant"]:
+        scopes = [no for no, (tenant_id, _) in state.scopes.items() if tenant_id in kept["tenant"]]
+        found |= np.isin(table.scope, np.array(scopes, np.int64))
+    return found & ~table.gone
+
+
+def any_held(connection: Connection, numbers: Collection[int]) -> int:
+    """How many of these prompts holds keep now."""
+    rows, _ = direct(connection, "SELECT 1 FROM holds WHERE cleared_at IS NULL LIMIT 1")
+    if not rows or not numbers:
+        return 0
+    state = membership.snapshot(connection)
+    chosen = np.isin(state.prompts.number, np.array(sorted(numbers), np.int64))
+    return int(np.count_nonzero(held_prompts(connection, state) & chosen))
+
+
+def _segments(state: Snapshot, held: Mask) -> list[bytes]:
+    sharing = sharing_of(state)
+    sources = np.zeros(len(sharing.numbers), np.bool_)
+    sources[sharing.position(state.prompts.number[held])] = True
+    reach = sharing.reach(sources)
+    owners = state.blocks.owner
+    own = np.flatnonzero(owners > 0)
+    chosen = own[state.blocks.end[own] <= reach[sharing.position(owners[own])]]
+    return [state.segments[i].segment_id for i in np.unique(state.blocks.segment[chosen])]
+
+
+def sharing_of(state: Snapshot) -> Sharing:
+    """Who uses which blocks, as of a snapshot."""
+    table: PromptTable = state.prompts
+    zeros: I64 = np.zeros(len(state.segments), np.int64)
+    return Sharing(
+        table.number,
+        table.gone,
+        Links(state.user, state.via, state.upto),
+        Blocks(state.blocks.owner, state.blocks.end, state.blocks.segment),
+        Segments(zeros, zeros.astype(np.float64), zeros.astype(np.float64)),
+    )

@@ -1,0 +1,225 @@
+"""What reports ask the catalog, one function per question; see `kvvault.catalog.operations`.
+
+Nothing here changes anything. Times are seconds since the epoch, by the vault's own time; a period
+is half open: from `since` on, before `until`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, and_, func, or_, select
+
+from kvvault.catalog import jobs, operations, retention
+from kvvault.catalog import schema as t
+from kvvault.catalog.jobs import RunRow
+from kvvault.catalog.retention import PolicyRow
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """From `since` on, before `until`."""
+
+    since: float = -math.inf
+    until: float = math.inf
+
+    def has(self, time: float | None) -> bool:
+        return time is not None and self.since <= time < self.until
+
+
+@dataclass(frozen=True, slots=True)
+class DeletionRow:
+    """One deletion as it was revoked, and the purge that made it final, if one has."""
+
+    deletion_no: int
+    trigger: str
+    actor: str
+    reason: str
+    segments: int
+    blocks: int
+    data_bytes: int
+    revoked_at: float
+    purge_no: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptRow:
+    """Where a receipt is; the document itself is asked for by its id."""
+
+    receipt_id: bytes
+    deletion_no: int | None
+    phase: str
+    entry_no: int
+
+
+@dataclass(frozen=True, slots=True)
+class EntryRow:
+    """One entry of the audit log. `body`: JSON."""
+
+    entry_no: int
+    body: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One prompt that persists, without what only its tenant's key opens."""
+
+    prompt_id: bytes
+    first_used: float
+    last_used: float
+    end_token: int
+    links: int
+    """How many other prompts it shares blocks with."""
+    via: int
+    """How many other prompts share blocks of it."""
+
+
+# -- policies and deletions ----------------------------------------------------------------------
+
+
+def list_policies(connection: Connection) -> list[PolicyRow]:
+    """Every policy that was ever applied, oldest first."""
+    rows = connection.execute(select(t.policies).order_by(t.policies.c.policy_no))
+    return [retention.policy_row(row) for row in rows]
+
+
+def list_deletions(connection: Connection, period: Period) -> list[DeletionRow]:
+    """What was revoked in a period, oldest first."""
+    d = t.deletions.c
+    statement = select(t.deletions).where(_within(d.revoked_at, period)).order_by(d.deletion_no)
+    return [_deletion(row) for row in connection.execute(statement)]
+
+
+def get_deletions(connection: Connection, numbers: Sequence[int]) -> list[DeletionRow]:
+    """Deletions by their numbers, oldest first."""
+    d = t.deletions.c
+    statement = select(t.deletions).where(d.deletion_no.in_(numbers)).order_by(d.deletion_no)
+    return [_deletion(row) for row in connection.execute(statement)]
+
+
+def count_unpurged(connection: Connection, before: float) -> int:
+    """How many deletions of before then no purge has made final."""
+    d = t.deletions.c
+    statement = (
+        select(func.count())
+        .select_from(t.deletions)
+        .where(d.purge_no.is_(None), d.revoked_at < before)
+    )
+    return int(connection.execute(statement).scalar_one())
+
+
+def _within(column: ColumnElement[float], period: Period) -> ColumnElement[bool]:
+    # SQLite has no infinity to compare with that SQLAlchemy could write.
+    return and_(column >= max(period.since, -1e300), column < min(period.until, 1e300))
+
+
+def _deletion(row: Row[Any]) -> DeletionRow:
+    m = row._mapping
+    try:
+        return DeletionRow(
+            deletion_no=int(m["deletion_no"]),
+            trigger=str(m["trigger"]),
+            actor=str(m["actor"]),
+            reason=str(m["reason"]),
+            segments=int(m["segments"]),
+            blocks=int(m["blocks"]),
+            data_bytes=int(m["data_bytes"]),
+            revoked_at=float(m["revoked_at"]),
+            purge_no=None if m["purge_no"] is None else int(m["purge_no"]),
+        )
+    except (TypeError, ValueError) as exc:
+        raise operations.corrupt("a deletion") from exc
+
+
+# -- jobs ----------------------------------------------------------------------------------------
+
+
+def list_runs(connection: Connection, period: Period) -> list[RunRow]:
+    """Runs of all jobs that began in a period and have ended, oldest first; as far as the history
+    goes back."""
+    names = connection.execute(select(t.job_runs.c.job).distinct()).scalars().all()
+    runs = [run for name in names for run in jobs.list_runs(connection, str(name))]
+    ended = [run for run in runs if run.outcome is not None and period.has(run.started_at)]
+    return sorted(ended, key=lambda run: run.run_no)
+
+
+# -- receipts and the log ------------------------------------------------------------------------
+
+
+def list_receipts(connection: Connection) -> list[ReceiptRow]:
+    """Every receipt, oldest first."""
+    r = t.receipts.c
+    columns = (r.receipt_id, r.deletion_no, r.phase, r.entry_no)
+    return [_receipt(row) for row in connection.execute(select(*columns).order_by(r.receipt_no))]
+
+
+def receipts_naming(connection: Connection, words: Sequence[str]) -> list[ReceiptRow]:
+    """Receipts whose document has one of these words (keyed ids in hex), oldest first. Reads every
+    document: SQLite finds a text in some gigabytes a second."""
+    r = t.receipts.c
+    columns = (r.receipt_id, r.deletion_no, r.phase, r.entry_no)
+    statement = select(*columns).where(_names(r.document, words)).order_by(r.receipt_no)
+    return [_receipt(row) for row in connection.execute(statement)]
+
+
+def entries_naming(connection: Connection, words: Sequence[str]) -> list[EntryRow]:
+    """The same, of the log's entries."""
+    e = t.log_entries.c
+    statement = select(e.entry_no, e.body).where(_names(e.body, words)).order_by(e.entry_no)
+    return [EntryRow(int(row[0]), str(row[1])) for row in connection.execute(statement)]
+
+
+def _names(column: ColumnElement[str], words: Sequence[str]) -> ColumnElement[bool]:
+    return or_(*(func.instr(column, word) > 0 for word in words))
+
+
+def _receipt(row: Sequence[Any]) -> ReceiptRow:
+    try:
+        return ReceiptRow(
+            receipt_id=operations.blob(row[0], "a receipt"),
+            deletion_no=None if row[1] is None else int(row[1]),
+            phase=str(row[2]),
+            entry_no=int(row[3]),
+        )
+    except (TypeError, ValueError) as exc:
+        raise operations.corrupt("a receipt") from exc
+
+
+# -- a subject -----------------------------------------------------------------------------------
+
+
+def prompts_of_subject(connection: Connection, tenant_id: bytes, text_id: bytes) -> list[PromptRow]:
+    """The prompts that persist of a subject, oldest first."""
+    p, x, link = t.prompts.c, t.texts.c, t.prompt_links.c
+    statement = (
+        select(p.prompt_no, p.prompt_id, p.first_used, p.last_used, p.end_token)
+        .join(t.texts, x.text_no == p.subject_no)
+        .where(x.tenant_id == tenant_id, x.kind == "subject", x.text_id == text_id, p.gone == 0)
+        .order_by(p.prompt_no)
+    )
+    # Counted for all at once: there is no index by `via_no`.
+    mine = _counts(connection, link.prompt_no)
+    others = _counts(connection, link.via_no)
+    found: Sequence[Any] = connection.execute(statement).all()
+    try:
+        return [
+            PromptRow(
+                operations.blob(row[1], "a prompt"),
+                float(row[2]),
+                float(row[3]),
+                int(row[4]),
+                mine.get(row[0], 0),
+                others.get(row[0], 0),
+            )
+            for row in found
+        ]
+    except (TypeError, ValueError) as exc:
+        raise operations.corrupt("a prompt") from exc
+
+
+def _counts(connection: Connection, column: ColumnElement[int]) -> dict[int, int]:
+    rows = connection.execute(select(column, func.count()).group_by(column))
+    return {int(row[0]): int(row[1]) for row in rows}
