@@ -18,7 +18,8 @@ from typing import Literal
 import platformdirs
 from pydantic import BaseModel, ConfigDict
 
-from kvvault.crypto.aead import ID_BYTES, random_id, self_test
+from kvvault.crypto import aead, signing
+from kvvault.crypto.aead import ID_BYTES, random_id
 from kvvault.crypto.providers.base import KeyProvider
 from kvvault.crypto.providers.keyring import from_another_boot
 from kvvault.errors import (
@@ -88,6 +89,16 @@ class Descriptor:
 
     vault_id: bytes
     provider: str
+
+
+def self_test() -> None:
+    """Check known answers of every primitive, before a vault is opened (REQ-C2).
+
+    Raises:
+        CryptoSelfTestError: one does not match.
+    """
+    aead.self_test()
+    signing.self_test()
 
 
 def catalog_path(vault: Path) -> Path:

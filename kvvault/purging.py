@@ -5,8 +5,7 @@ Deleted rows and unlinked files leave remnants: in the drive's spare blocks, in 
 of the catalog. A purge makes them worthless instead of looking for them:
 
 1. A new root epoch is put in force, in one transaction with the vault's lookup key and signing key
-   under it. From
-   then on no new tenant comes under the old one.
+   under it. From then on no new tenant comes under the old one.
 2. Every tenant gets a new key, in a transaction of its own: its index key, its name, the secrets
    and labels of its live segments, and what the inventory says of it are wrapped anew. Blocks are
    not touched, block ids stay.
@@ -18,7 +17,7 @@ of the catalog. A purge makes them worthless instead of looking for them:
 Each step is durable before the next, and a purge that was interrupted is carried to its end by the
 next: at any point every row is under the old epoch or under the new one, and both exist until the
 scan has shown that one is enough. What was revoked before step 1 is unrecoverable after step 5, and
-its deletion says so after step 6; what is revoked later waits for the next purge.
+its deletion says so, with a receipt, after step 6; what is revoked later waits for the next purge.
 
 Engines go on meanwhile: ciphers that are open stay open, and whoever wraps something under a key
 that has just been replaced is refused by the catalog and does it again (`kvvault.keyring`).
@@ -35,7 +34,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from kvvault.audit.receipts import Issuer
+from kvvault.audit.receipts import AUTOMATIC, TECHNICAL, Issuer
 from kvvault.catalog import operations
 from kvvault.catalog import purging as rows
 from kvvault.catalog.catalog import Catalog
@@ -66,6 +65,8 @@ log = logging.getLogger(__name__)
 _LOCK = "purge"
 _LOG_PATIENCE_S = 1.0
 _LOG_ATTEMPTS = 5
+_BATCH = 50
+"""Receipts that are issued in one transaction: some milliseconds each."""
 _PROBE_AAD = b"kvvault/purge/probe"
 
 
@@ -212,11 +213,18 @@ class Purger:
         verified_at = self._time.steady()
         done = replace(purge, destroyed_at=destroyed_at, verified_at=verified_at)
 
+        def certify(connection: Connection) -> int:
+            numbers = rows.cover(connection, purge.purge_no, _BATCH, but={*AUTOMATIC, TECHNICAL})
+            self._issuer.purged(connection, done, numbers)
+            return len(numbers)
+
         def verified(connection: Connection) -> int:
             deletions = rows.note_verified(connection, purge.purge_no, verified_at)
-            self._issuer.purged(connection, done)
+            self._issuer.summaries(connection, done)
             return deletions
 
+        while self._catalog.write(certify):  # a few at a time: nobody commits meanwhile
+            pass
         deletions = self._catalog.write(verified)
         self._catalog.empty_log()
         return PurgeReport(

@@ -35,7 +35,7 @@ from kvvault.audit.checkpoint import origin_of
 from kvvault.catalog import log, receipts, retention
 from kvvault.catalog.log import Fact, canonical, exactly
 from kvvault.catalog.purging import PurgeRow
-from kvvault.catalog.receipts import DeletionRow
+from kvvault.catalog.receipts import DeletionRow, DeletionSums
 from kvvault.crypto.aead import random_id
 from kvvault.crypto.providers.base import ProviderInfo
 from kvvault.crypto.signing import Signer, is_signed
@@ -333,26 +333,30 @@ class Issuer:
         }
         return self._issue(connection, content, REVOKED, facts.deletion_no, facts.revoked_at)
 
-    def purged(self, connection: Connection, purge: PurgeRow) -> list[Receipt]:
-        """The second receipts of all that a purge made unrecoverable, and one for each kind of what
-        went by itself; in the transaction that says so, after the deletions say it.
+    def purged(
+        self, connection: Connection, purge: PurgeRow, numbers: Sequence[int]
+    ) -> list[Receipt]:
+        """The second receipts of deletions that a purge made unrecoverable, in the transaction in
+        which they say so.
 
         Raises: as `revoked`.
         """
-        automatic: dict[str, list[DeletionRow]] = {}
-        asked: list[DeletionRow] = []
-        for row in receipts.deletions(connection, purge.purge_no):
-            if row.trigger == TECHNICAL:
-                continue
-            if row.trigger in AUTOMATIC:
-                automatic.setdefault(row.trigger, []).append(row)
-            else:
-                asked.append(row)
-        firsts = self._firsts(connection, [row.deletion_no for row in asked])
-        done = [self._second(connection, purge, row, firsts.get(row.deletion_no)) for row in asked]
-        for trigger, rows in sorted(automatic.items()):
-            done.append(self._summary(connection, purge, trigger, rows))
-        return done
+        firsts = self._firsts(connection, numbers)
+        return [
+            self._second(connection, purge, row, firsts.get(row.deletion_no))
+            for row in receipts.deletions(connection, numbers)
+        ]
+
+    def summaries(self, connection: Connection, purge: PurgeRow) -> list[Receipt]:
+        """One receipt for each kind of what went by itself and a purge made unrecoverable, in the
+        transaction that ends it.
+
+        Raises: as `revoked`.
+        """
+        return [
+            self._summary(connection, purge, sums)
+            for sums in receipts.summed_up(connection, purge.purge_no, AUTOMATIC)
+        ]
 
     def _second(
         self, connection: Connection, purge: PurgeRow, row: DeletionRow, first: Receipt | None
@@ -383,20 +387,18 @@ class Issuer:
                 found[stored.deletion_no or 0] = first
         return found
 
-    def _summary(
-        self, connection: Connection, purge: PurgeRow, trigger: str, rows: Sequence[DeletionRow]
-    ) -> Receipt:
+    def _summary(self, connection: Connection, purge: PurgeRow, sums: DeletionSums) -> Receipt:
         content = {
-            **self._purge_frame(purge, "kvvault", rows[-1].revoked_at),
+            **self._purge_frame(purge, "kvvault", sums.last_revoked_at),
             "deletion": {
-                "trigger": trigger,
-                "numbers": [rows[0].deletion_no, rows[-1].deletion_no],
-                "count": len(rows),
-                "segments": sum(row.segments for row in rows),
-                "blocks": sum(row.blocks for row in rows),
-                "bytes": sum(row.data_bytes for row in rows),
-                "revoked_at": moment(rows[0].revoked_at),
-                "revoked_until": moment(rows[-1].revoked_at),
+                "trigger": sums.trigger,
+                "numbers": [sums.first_no, sums.last_no],
+                "count": sums.count,
+                "segments": sums.segments,
+                "blocks": sums.blocks,
+                "bytes": sums.data_bytes,
+                "revoked_at": moment(sums.first_revoked_at),
+                "revoked_until": moment(sums.last_revoked_at),
             },
             "revoked_receipt": None,
         }

@@ -6,11 +6,11 @@ under exactly one key: the old one or the new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import ColumnElement, Connection, Row, bindparam, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, bindparam, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from kvvault.catalog import log, operations
@@ -340,21 +340,45 @@ def note_destroyed(connection: Connection, purge_no: int, now: float) -> None:
         log.append(connection, "root-key-destroyed", now, facts)
 
 
+def cover(connection: Connection, purge_no: int, limit: int, *, but: Collection[str]) -> list[int]:
+    """Say of at most `limit` deletions, other than those with the triggers `but`, that a purge made
+    them unrecoverable; their numbers. None are left when there are none. After opening something
+    under the old epoch was refused: not before."""
+    d = t.deletions.c
+    found = connection.execute(
+        select(d.deletion_no)
+        .where(_uncovered(), d.trigger.not_in(list(but)))
+        .order_by(d.deletion_no)
+        .limit(limit)
+    )
+    numbers = [int(row[0]) for row in found]
+    for chunk in operations.chunks(numbers):
+        connection.execute(
+            update(t.deletions).where(d.deletion_no.in_(chunk)).values(purge_no=purge_no)
+        )
+    return numbers
+
+
 def note_verified(connection: Connection, purge_no: int, now: float) -> int:
     """Opening something under the old epoch was refused: everything that was revoked before the
     purge began is unrecoverable. Returns how many deletions that are."""
     d = t.deletions.c
-    covered = select(t.counters.c.value).where(t.counters.c.name == _COVERS).scalar_subquery()
+    connection.execute(update(t.deletions).where(_uncovered()).values(purge_no=purge_no))
     done = connection.execute(
-        update(t.deletions)
-        .where(d.purge_no.is_(None), d.deletion_no <= covered)
-        .values(purge_no=purge_no)
-    ).rowcount
+        select(func.count()).select_from(t.deletions).where(d.purge_no == purge_no)
+    ).scalar_one()
     connection.execute(
         update(t.purges).where(t.purges.c.purge_no == purge_no).values(verified_at=now)
     )
-    log.append(connection, "purge-verified", now, {"purge": purge_no, "deletions": done})
-    return done
+    log.append(connection, "purge-verified", now, {"purge": purge_no, "deletions": int(done)})
+    return int(done)
+
+
+def _uncovered() -> ColumnElement[bool]:
+    """Deletions that the purge under way covers and that do not say so yet."""
+    d = t.deletions.c
+    covered = select(t.counters.c.value).where(t.counters.c.name == _COVERS).scalar_subquery()
+    return and_(d.purge_no.is_(None), d.deletion_no <= covered)
 
 
 # -- looking -------------------------------------------------------------------------------------

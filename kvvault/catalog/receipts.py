@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, LargeBinary, cast, insert, select
+from sqlalchemy import ColumnElement, Connection, LargeBinary, cast, func, insert, select
 
 from kvvault.catalog import log
 from kvvault.catalog import schema as t
@@ -37,7 +37,21 @@ class DeletionRow:
     blocks: int
     data_bytes: int
     revoked_at: float
-    purge_no: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeletionSums:
+    """Deletions with one trigger together."""
+
+    trigger: str
+    count: int
+    first_no: int
+    last_no: int
+    segments: int
+    blocks: int
+    data_bytes: int
+    first_revoked_at: float
+    last_revoked_at: float
 
 
 def add(
@@ -97,7 +111,10 @@ def _select(connection: Connection, *where: ColumnElement[bool]) -> Sequence[Rec
 
 def find(connection: Connection, beginning: str) -> Sequence[ReceiptRow]:
     """Those whose id begins with these hexadecimal digits."""
-    return [row for row in list_receipts(connection) if row.receipt_id.hex().startswith(beginning)]
+    digits = beginning.upper()
+    if set(digits) - set("0123456789ABCDEF"):
+        return []
+    return _select(connection, func.hex(t.receipts.c.receipt_id).like(f"{digits}%"))
 
 
 def _row(row: Sequence[object]) -> ReceiptRow:
@@ -112,12 +129,9 @@ def _row(row: Sequence[object]) -> ReceiptRow:
     )
 
 
-def deletions(connection: Connection, purge_no: int | None = None) -> Sequence[DeletionRow]:
-    """All deletions, or those that became unrecoverable by one purge; oldest first."""
+def deletions(connection: Connection, numbers: Sequence[int]) -> Sequence[DeletionRow]:
+    """Deletions by their numbers, oldest first."""
     d = t.deletions.c
-    statement = select(t.deletions).order_by(d.deletion_no)
-    if purge_no is not None:
-        statement = statement.where(d.purge_no == purge_no)
     return [
         DeletionRow(
             int(m["deletion_no"]),
@@ -128,7 +142,51 @@ def deletions(connection: Connection, purge_no: int | None = None) -> Sequence[D
             int(m["blocks"]),
             int(m["data_bytes"]),
             float(m["revoked_at"]),
-            m["purge_no"],
         )
-        for m in (row._mapping for row in connection.execute(statement))
+        for chunk in chunks(sorted(numbers))
+        for m in (
+            row._mapping
+            for row in connection.execute(
+                select(t.deletions).where(d.deletion_no.in_(chunk)).order_by(d.deletion_no)
+            )
+        )
+    ]
+
+
+def summed_up(
+    connection: Connection, purge_no: int, triggers: Collection[str]
+) -> Sequence[DeletionSums]:
+    """The deletions that one purge made unrecoverable and that have these triggers, each trigger
+    as one."""
+    d = t.deletions.c
+    rows = connection.execute(
+        select(
+            d.trigger,
+            func.count(),
+            func.min(d.deletion_no),
+            func.max(d.deletion_no),
+            # Not sum(): beyond 63 bits, which damaged rows may claim, SQLite refuses to add.
+            func.total(d.segments),
+            func.total(d.blocks),
+            func.total(d.data_bytes),
+            func.min(d.revoked_at),
+            func.max(d.revoked_at),
+        )
+        .where(d.purge_no == purge_no, d.trigger.in_(list(triggers)))
+        .group_by(d.trigger)
+        .order_by(d.trigger)
+    )
+    return [
+        DeletionSums(
+            str(row[0]),
+            int(row[1]),
+            int(row[2]),
+            int(row[3]),
+            int(row[4]),
+            int(row[5]),
+            int(row[6]),
+            float(row[7]),
+            float(row[8]),
+        )
+        for row in rows
     ]

@@ -15,12 +15,22 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from kvvault.crypto.aead import ReadBuffer
-from kvvault.errors import ClosedError
+from kvvault.errors import ClosedError, CryptoSelfTestError
 
-__all__ = ["PUBLIC_KEY_BYTES", "SIGNATURE_BYTES", "Signer", "is_signed"]
+__all__ = ["PUBLIC_KEY_BYTES", "SIGNATURE_BYTES", "Signer", "is_signed", "self_test"]
 
 PUBLIC_KEY_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
+
+# RFC 8032, section 7.1, test 2: seed, message, signature.
+_VECTOR: Final = (
+    "4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb",
+    "72",
+    (
+        "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da"
+        "085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00"
+    ),
+)
 
 
 class Signer:
@@ -66,3 +76,18 @@ def is_signed(public_key: bytes, message: bytes, signature: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def self_test() -> None:
+    """Check a known answer (REQ-C2), and that a changed one is none.
+
+    :raises CryptoSelfTestError: it does not match: library or hardware is broken.
+    """
+    seed, message, signature = (bytes.fromhex(text) for text in _VECTOR)
+    signer = Signer(seed)
+    right = signer.sign(message) == signature and is_signed(signer.public_key, message, signature)
+    if not right or is_signed(signer.public_key, message + b"x", signature):
+        raise CryptoSelfTestError(
+            "Ed25519 gave a wrong known answer",
+            hint="Reinstall the cryptography package; if it persists, distrust this machine.",
+        )

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from kvvault.audit import merkle
 from kvvault.audit.checkpoint import Checkpoint, VerifierKey, origin_of, parse_note, sign_note
+from kvvault.crypto import signing
 from kvvault.crypto.signing import Signer, is_signed
-from kvvault.errors import ClosedError, FormatError, UsageError
+from kvvault.errors import ClosedError, CryptoSelfTestError, FormatError, UsageError
 
 SEED = bytes(range(32))
 SIGNER = Signer(SEED)
@@ -44,6 +45,17 @@ def test_rfc_8032() -> None:
         "085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00"
     )
     assert is_signed(signer.public_key, b"\x72", signer.sign(b"\x72"))
+
+
+def test_a_library_that_answers_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """REQ-C2."""
+    signing.self_test()
+    monkeypatch.setattr(signing, "is_signed", lambda *_: True)
+    with pytest.raises(CryptoSelfTestError, match="Ed25519"):
+        signing.self_test()
+    monkeypatch.setattr(signing, "is_signed", lambda *_: False)
+    with pytest.raises(CryptoSelfTestError, match="Ed25519"):
+        signing.self_test()
 
 
 def test_a_closed_signer_signs_nothing() -> None:

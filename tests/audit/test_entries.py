@@ -65,7 +65,7 @@ def test_every_act_is_written_down(home: Home) -> None:
         vault.forget("acme")
         assert new() == ["deletion", "receipt"]
         vault.purge()
-        assert new() == ["purge-begun", "root-key-destroyed", "purge-verified", "receipt"]
+        assert new() == ["purge-begun", "root-key-destroyed", "receipt", "purge-verified"]
 
 
 def test_the_log_says_who_applied_which_policy(home: Home) -> None:

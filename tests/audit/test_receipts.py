@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -148,6 +149,50 @@ def test_what_goes_by_itself_is_summed_up_once_per_purge(home: Home) -> None:
         assert only.content["deletion"]["blocks"] == 12
         vault.purge()
         assert receipts(vault) == [only]
+        assert vault.audit.verify().ok
+
+
+def test_more_deletions_than_one_transaction_takes_all_get_their_second(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvvault.purging._BATCH", 2)
+    with home.create() as vault:
+        for number in range(5):
+            vault.scope(f"t{number}", namespace())
+            vault.forget(f"t{number}")
+        assert vault.purge().deletions == 5
+        made = receipts(vault)
+        assert [one.phase for one in made] == ["revoked"] * 5 + ["purged"] * 5
+        firsts = [one.receipt_id for one in made[:5]]
+        assert [one.content["revoked_receipt"]["id"] for one in made[5:]] == firsts
+        assert vault.purge().deletions == 0
+        assert len(receipts(vault)) == 10
+
+
+def test_a_purge_that_dies_while_it_certifies_makes_each_receipt_once(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvvault.purging._BATCH", 2)
+    with home.create() as vault:
+        for number in range(5):
+            vault.scope(f"t{number}", namespace())
+            vault.forget(f"t{number}")
+        second, calls = vault._issuer._second, 0
+
+        def dies(*arguments: Any) -> Receipt:
+            nonlocal calls
+            calls += 1
+            if calls == 4:
+                raise CatalogCorruptError("killed", hint="")
+            return second(*arguments)
+
+        monkeypatch.setattr(vault._issuer, "_second", dies)
+        with pytest.raises(CatalogCorruptError):
+            vault.purge()
+        assert vault.keys().waiting == 3
+        monkeypatch.setattr(vault._issuer, "_second", second)
+        vault.purge()
+        assert [one.phase for one in receipts(vault)] == ["revoked"] * 5 + ["purged"] * 5
         assert vault.audit.verify().ok
 
 
