@@ -197,11 +197,16 @@ class PromptEraser:
         if len(tenants) == 1:
             [only] = keys.values()
             scope["tenant"] = None if only is None else only.keyed_id("log", b"tenant").hex()
-            subjects = {int(table.subject[row]) for row in rows}
-            if only is not None and len(subjects) == 1 and 0 not in subjects:
-                texts = self._catalog.read(partial(membership.texts, numbers=subjects))
-                for text in texts:
-                    scope["subject"] = only.keyed_id("log", b"subject" + text.text_id).hex()
+        subjects = {int(table.subject[row]) for row in rows}
+        named = []
+        for text in self._catalog.read(partial(membership.texts, numbers=subjects - {0})):
+            opened = keys.get(text.tenant_id)
+            if opened is not None:
+                named.append(opened.keyed_id("log", b"subject" + text.text_id).hex())
+        if len(named) == len(subjects) == len(tenants) == 1 and 0 not in subjects:
+            scope["subject"] = named[0]
+        elif 0 < len(named) <= _MAX_NAMED:
+            scope["subjects"] = sorted(named)  # each is told of it: `kvvault report subject`
         known = []
         for row in rows:
             opened = keys[scopes[int(table.scope[row])][0]]

@@ -709,15 +709,24 @@ class Vault:
         self._check_open()
         return Prompts(self._catalog, self._ring, self._view, self._time)
 
-    def note_question(self, command: str, *, tenant_id: bytes | None = None, rows: int) -> None:
+    def note_question(
+        self,
+        command: str,
+        *,
+        tenant_id: bytes | None = None,
+        rows: int,
+        about: Mapping[str, Fact] | None = None,
+    ) -> None:
         """Write down that somebody asked which prompts persist: an entry of the audit log, also of
-        a vault that is open for reading. `rows`: how much the answer tells.
+        a vault that is open for reading. `rows`: how much the answer tells; `about`: what else of
+        the question may be told (keyed ids).
 
         Raises:
             StorageError, CatalogError: it cannot be written, so the answer must not be given.
         """
         self._check_open()
         facts: dict[str, Fact] = {
+            **(about or {}),
             "command": command,
             "rows": rows,
             "tenant": self._log_id(tenant_id),

@@ -6,14 +6,25 @@ is half open: from `since` on, before `until`.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, func, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    LargeBinary,
+    Row,
+    and_,
+    cast,
+    func,
+    or_,
+    select,
+)
 
-from kvvault.catalog import jobs, operations, retention
+from kvvault.catalog import jobs, log, operations, retention
 from kvvault.catalog import schema as t
 from kvvault.catalog.jobs import RunRow
 from kvvault.catalog.retention import PolicyRow
@@ -61,20 +72,6 @@ class EntryRow:
 
     entry_no: int
     body: str
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRow:
-    """One prompt that persists, without what only its tenant's key opens."""
-
-    prompt_id: bytes
-    first_used: float
-    last_used: float
-    end_token: int
-    links: int
-    """How many other prompts it shares blocks with."""
-    via: int
-    """How many other prompts share blocks of it."""
 
 
 # -- policies and deletions ----------------------------------------------------------------------
@@ -165,11 +162,42 @@ def receipts_naming(connection: Connection, words: Sequence[str]) -> list[Receip
     return [_receipt(row) for row in connection.execute(statement)]
 
 
+def receipt_document(connection: Connection, receipt_id: bytes) -> str:
+    """What a receipt says, as it is stored; empty where there is none of that id."""
+    r = t.receipts.c
+    statement = select(cast(r.document, LargeBinary)).where(r.receipt_id == receipt_id)
+    return log.text(connection.execute(statement).scalar())
+
+
 def entries_naming(connection: Connection, words: Sequence[str]) -> list[EntryRow]:
     """The same, of the log's entries."""
     e = t.log_entries.c
     statement = select(e.entry_no, e.body).where(_names(e.body, words)).order_by(e.entry_no)
     return [EntryRow(int(row[0]), str(row[1])) for row in connection.execute(statement)]
+
+
+def events(
+    connection: Connection, kinds: Sequence[str], period: Period
+) -> dict[str, tuple[int, float]]:
+    """How many entries of these kinds the log has of a period, and when the last was; by kind."""
+    found: dict[str, tuple[int, float]] = {}
+    # As canonical JSON writes it; what stands inside a text has its quotation marks escaped.
+    for entry in entries_naming(connection, [f'"kind":"{kind}"' for kind in kinds]):
+        facts = facts_of(entry)
+        kind, at = facts.get("kind"), facts.get("at")
+        if isinstance(kind, str) and isinstance(at, int | float) and period.has(at):
+            count, last = found.get(kind, (0, -math.inf))
+            found[kind] = count + 1, max(last, float(at))
+    return found
+
+
+def facts_of(entry: EntryRow) -> Mapping[str, object]:
+    """What an entry says; nothing where it is damaged (`kvvault audit verify` says so)."""
+    try:
+        facts = json.loads(entry.body)
+    except ValueError:
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _names(column: ColumnElement[str], words: Sequence[str]) -> ColumnElement[bool]:
@@ -186,40 +214,3 @@ def _receipt(row: Sequence[Any]) -> ReceiptRow:
         )
     except (TypeError, ValueError) as exc:
         raise operations.corrupt("a receipt") from exc
-
-
-# -- a subject -----------------------------------------------------------------------------------
-
-
-def prompts_of_subject(connection: Connection, tenant_id: bytes, text_id: bytes) -> list[PromptRow]:
-    """The prompts that persist of a subject, oldest first."""
-    p, x, link = t.prompts.c, t.texts.c, t.prompt_links.c
-    statement = (
-        select(p.prompt_no, p.prompt_id, p.first_used, p.last_used, p.end_token)
-        .join(t.texts, x.text_no == p.subject_no)
-        .where(x.tenant_id == tenant_id, x.kind == "subject", x.text_id == text_id, p.gone == 0)
-        .order_by(p.prompt_no)
-    )
-    # Counted for all at once: there is no index by `via_no`.
-    mine = _counts(connection, link.prompt_no)
-    others = _counts(connection, link.via_no)
-    found: Sequence[Any] = connection.execute(statement).all()
-    try:
-        return [
-            PromptRow(
-                operations.blob(row[1], "a prompt"),
-                float(row[2]),
-                float(row[3]),
-                int(row[4]),
-                mine.get(row[0], 0),
-                others.get(row[0], 0),
-            )
-            for row in found
-        ]
-    except (TypeError, ValueError) as exc:
-        raise operations.corrupt("a prompt") from exc
-
-
-def _counts(connection: Connection, column: ColumnElement[int]) -> dict[int, int]:
-    rows = connection.execute(select(column, func.count()).group_by(column))
-    return {int(row[0]): int(row[1]) for row in rows}

@@ -28,6 +28,7 @@ _TRIGGERS = {
     "forget": "everything of a tenant",
     "erase": "erasure of prompts",
     "policy": "the policy does not keep it",
+    "compact": "keys of segments whose single blocks had been deleted",
 }
 
 
@@ -87,7 +88,11 @@ def report(source: Source) -> Report:
                "kvvault keys ls", Kind.COUNT),
         Answer("assurance", "what a purge is worth with the key provider of today",
                f"{info.assurance.value}: {info.reason}", "kvvault doctor"),
-        Answer("receipts", "receipts of these deletions", len(mine), _COMMAND, Kind.COUNT),
+        Answer("receipts", "receipts of these deletions", len(mine), "kvvault receipt ls",
+               Kind.COUNT),
+        Answer("summaries", "receipts that sum up what went by itself, one a purge and kind, "
+               "of any time", sum(one.deletion_no is None for one in receipts),
+               "kvvault receipt ls", Kind.COUNT),
         Answer("failed_runs", "runs of disposing jobs that failed or were refused", len(troubled),
                "kvvault jobs ls", Kind.COUNT),
         Answer("unretried", "of these jobs, those whose last run failed",
@@ -108,9 +113,10 @@ def report(source: Source) -> Report:
                 "First the wrapped keys leave the catalog: revoked, and no process serves the "
                 "blocks any more. Files are emptied and unlinked. The next purge destroys the root "
                 "key that everything hung on and tries that it is refused: from then on remnants "
-                "on the medium are ciphertext without a key (cryptographic erase). A deletion of "
-                "single blocks counts the whole segment, whose surviving blocks were written to "
-                "another under a new key first."
+                "on the medium are ciphertext without a key (cryptographic erase). Single blocks "
+                "are revoked first; then what else is in their segments is written to others under "
+                "new keys, and the old keys are destroyed (compact). No purge calls their deletion "
+                "final before."
             ),
             "Copies": backups(info),
         },

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from sqlalchemy import Connection
 
@@ -23,6 +24,17 @@ from kvvault.reporting.statements import ENGINE, NEVER_PLAINTEXT, STRENGTH, back
 
 __all__ = ["report"]
 
+_DAMAGE: Final = "damage-found"
+_EVENTS: Final = {
+    "signing-key-made": "the key that signs receipts and checkpoints was made",
+    "tenant-key-made": "a tenant's keys were made",
+    "purge-begun": "new root and tenant keys were put in force",
+    "root-key-destroyed": "an old root key was destroyed",
+    "purge-verified": "using a destroyed root key was tried, and refused",
+    _DAMAGE: "blocks were altered or missing",
+}
+"""Kinds of entries of the log that are about keys, or tell that something is wrong."""
+
 
 def report(source: Source, *, tenant: str | None = None) -> Report:
     """The report. Asks the key provider for every tenant's key.
@@ -38,10 +50,17 @@ def report(source: Source, *, tenant: str | None = None) -> Report:
     checked = vault.check_keys()
     info = vault.provider_info()
 
-    def look(connection: Connection) -> tuple[list[PurgeRow], list[RunRow]]:
-        return purging.list_purges(connection), rows.list_runs(connection, period)
+    def look(
+        connection: Connection,
+    ) -> tuple[list[PurgeRow], list[RunRow], dict[str, tuple[int, float]]]:
+        return (
+            purging.list_purges(connection),
+            rows.list_runs(connection, period),
+            rows.events(connection, list(_EVENTS), period),
+        )
 
-    purges, runs = vault.catalog.read(look)
+    purges, runs, events = vault.catalog.read(look)
+    damage = events.get(_DAMAGE, (0, 0.0))[0]
     within = [one for one in purges if period.has(one.started_at)]
     scrubs = [run for run in runs if run.job == "scrub"]
     last = keys.last_purge
@@ -54,6 +73,8 @@ def report(source: Source, *, tenant: str | None = None) -> Report:
                "tags", "kvvault verify"),
         Answer("key_bits", "bits of each key", aead.KEY_BYTES * 8, "kvvault keys verify",
                Kind.COUNT),
+        Answer("signatures", "signatures of receipts and checkpoints", "Ed25519",
+               "kvvault audit key"),
         Answer("keyed_ids", "ids on the disk",
                f"HMAC-SHA-256, {aead.ID_BYTES * 8} bits, under a key of each tenant",
                "kvvault show"),
@@ -85,6 +106,8 @@ def report(source: Source, *, tenant: str | None = None) -> Report:
         Answer("purge_overdue", "a purge is overdue", keys.overdue, "kvvault keys ls", Kind.FLAG,
                not keys.overdue),
         *_scrub_answers(scrubs),
+        Answer("damage_found", "times that altered or missing blocks were found in the period",
+               damage, "kvvault audit tail", Kind.COUNT, damage == 0),
     )  # fmt: skip
     return source.report(
         ReportKind.ENCRYPTION,
@@ -103,6 +126,7 @@ def report(source: Source, *, tenant: str | None = None) -> Report:
             purges_table(within),
             _copies(source, keys, info),
             _scrubs(scrubs),
+            _key_events(events),
             _media(source),
         ),
         {
@@ -248,6 +272,21 @@ def _scrubs(scrubs: Sequence[RunRow]) -> Table:
         ),
         tuple((run.started_at, run.outcome, run.detail) for run in scrubs[-50:]),
         "Each authenticates a part of the segments, all of them within a week. The newest 50.",
+    )
+
+
+def _key_events(events: Mapping[str, tuple[int, float]]) -> Table:
+    return Table(
+        "events",
+        "Events of keys and damage in the audit log",
+        "kvvault audit export",
+        (
+            Column("event", "event"),
+            Column("what", "what"),
+            Column("count", "in the period", Kind.COUNT),
+            Column("last_at", "last", Kind.TIME),
+        ),
+        tuple((kind, what, *events.get(kind, (0, None))) for kind, what in _EVENTS.items()),
     )
 
 

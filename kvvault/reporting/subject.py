@@ -3,42 +3,45 @@
 The log and receipts know a subject by a keyed id only, which is computed here from the name and the
 tenant's key: who has not both finds nothing, and nor does anybody once the tenant is forgotten.
 
-That somebody asks whether a person's prompts persist is itself an event of the audit log (REQ-T5),
-so the vault has to be open for writing.
+That somebody asks whether a person's prompts persist is itself an event of the audit log (REQ-T5).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from sqlalchemy import Connection
 
-from kvvault.catalog import log, purging
+from kvvault.audit import receipts as papers
+from kvvault.catalog import purging
 from kvvault.catalog import reporting as rows
 from kvvault.catalog.purging import PurgeRow
-from kvvault.catalog.reporting import DeletionRow, EntryRow, PromptRow, ReceiptRow
-from kvvault.crypto.keys import TenantKeys
-from kvvault.errors import UsageError
+from kvvault.catalog.reporting import DeletionRow, EntryRow, ReceiptRow, facts_of
+from kvvault.errors import FormatError, UsageError
+from kvvault.holding import Hold, HoldKind
+from kvvault.promptfacts import Condition, PromptFacts
 from kvvault.reporting.disposals import deletions_table
 from kvvault.reporting.document import Answer, Column, Kind, Report, ReportKind, Table
 from kvvault.reporting.sources import Source
 from kvvault.reporting.statements import ENGINE, backups
 
-__all__ = ["QUESTION", "report"]
+__all__ = ["report"]
 
-QUESTION = "question"
-"""Kind of the log's entry about this."""
-
-_SHOW = "kvvault report subject"
+_QUESTION = "question"
+"""Kind of the log's entries about what was asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    prompts: list[PromptRow]
+    """What log, receipts and deletions say of a subject."""
+
     entries: list[EntryRow]
     receipts: list[ReceiptRow]
+    documents: dict[bytes, str]
     deletions: list[DeletionRow]
     purges: dict[int, PurgeRow]
 
@@ -48,8 +51,8 @@ def report(source: Source, *, tenant: str, subject: str) -> Report:
 
     Raises:
         UsageError: the vault has no tenant of that name (any more).
-        ClosedError: the vault is open for reading only.
-        VaultKeyError, StorageError, CatalogError.
+        StorageError, CatalogError: also when the question cannot be written down.
+        VaultKeyError.
     """
     vault = source.vault
     keys = vault.tenant_keys(tenant)
@@ -60,36 +63,42 @@ def report(source: Source, *, tenant: str, subject: str) -> Report:
         )
     text_id = keys.keyed_id("subject", subject.encode())
     keyed = keys.keyed_id("log", b"subject" + text_id).hex()
-    facts = {
-        "question": "report subject",
-        "tenant": keys.keyed_id("log", b"tenant").hex(),
-        "subject": keyed,
-    }
-    now = vault.time.steady()
-    # First: a question that cannot be written down is not answered.
-    vault.catalog.write(lambda c: log.append(c, QUESTION, now, facts))
-    found = vault.catalog.read(lambda c: _look(c, keys, text_id, keyed))
-    acts = [entry for entry in found.entries if _facts(entry).get("kind") != QUESTION]
+    prompts, _ = vault.prompts.listing(
+        [Condition("subject", "=", subject)], tenant=tenant, sort="first_used", descending=False
+    )
+    found = vault.catalog.read(partial(_look, keyed=keyed))
+    vault.note_question(
+        "report subject", tenant_id=keys.tenant_id, rows=len(prompts), about={"subject": keyed}
+    )
+    questions = [entry for entry in found.entries if facts_of(entry).get("kind") == _QUESTION]
+    acts = [entry for entry in found.entries if entry not in questions]
+    holds = _holds(vault.holds(), prompts, keys.tenant_id, text_id)
     erased = [one for one in found.deletions if one.trigger == "erase"]
     unpurged = sum(one.purge_no is None for one in found.deletions)
     answers = (
         Answer("tenant", "tenant", tenant, "kvvault ls tenants"),
         Answer("subject", "subject", subject, "kvvault prompts subjects"),
-        Answer("keyed_id", "the subject in log and receipts (keyed id)", keyed, "kvvault audit"),
-        Answer("prompts", "prompts of the subject that persist", len(found.prompts),
+        Answer("keyed_id", "the subject in log and receipts (keyed id)", keyed,
+               "kvvault audit export"),
+        Answer("prompts", "prompts of the subject that persist", len(prompts),
                "kvvault prompts ls", Kind.COUNT),
+        Answer("alone_bytes", "bytes that no other prompt has",
+               sum(one.alone_bytes for one in prompts), "kvvault prompts subjects", Kind.BYTES),
         Answer("last_used_at", "last use of any of them",
-               max((one.last_used for one in found.prompts), default=None), "kvvault prompts ls",
+               max((one.last_used for one in prompts), default=None), "kvvault prompts ls",
                Kind.TIME),
-        Answer("acts", "acts on the subject's data in the log", len(acts), "kvvault audit",
+        Answer("last_deadline_at", "all of them are gone by", _gone_by(prompts),
+               "kvvault prompts subjects", Kind.TIME),
+        Answer("holds", "holds that keep any of it", len(holds), "kvvault hold ls", Kind.COUNT),
+        Answer("acts", "acts on the subject's data in the log", len(acts), "kvvault audit export",
                Kind.COUNT),
         Answer("questions", "questions about the subject in the log, this one included",
-               len(found.entries) - len(acts), "kvvault audit", Kind.COUNT),
-        Answer("receipts", "receipts that name the subject", len(found.receipts),
-               "kvvault receipt", Kind.COUNT),
-        Answer("erasures", "erasures that these are about", len(erased), "kvvault receipt",
-               Kind.COUNT),
-        Answer("waiting", "deletions of these that wait for a purge", unpurged, "kvvault keys ls",
+               len(questions) + 1, "kvvault audit export", Kind.COUNT),
+        Answer("receipts", "receipts about the subject", len(found.receipts),
+               "kvvault receipt ls", Kind.COUNT),
+        Answer("erasures", "erasures that concerned the subject", len(erased),
+               "kvvault receipt ls", Kind.COUNT),
+        Answer("waiting", "of these deletions, waiting for a purge", unpurged, "kvvault keys ls",
                Kind.COUNT),
     )  # fmt: skip
     return source.report(
@@ -98,16 +107,17 @@ def report(source: Source, *, tenant: str, subject: str) -> Report:
         ("GDPR Art. 15, 17", "GDPR Art. 5(2)"),
         answers,
         (
-            _prompts(found.prompts),
-            _acts(acts),
+            _prompts(prompts),
+            _kept_by(holds),
             deletions_table(found.deletions, found.purges, found.receipts),
-            _receipts(found.receipts),
+            _receipts(found),
+            _acts(acts),
         ),
         {
             "What stays after an erasure": (
                 "Blocks that other prompts share hold only what these have in common with the "
                 "erased ones, and stay unless shared blocks were asked to go as well; what a hold "
-                "keeps stays until it is cleared. The entries of the log say how much that was."
+                "keeps stays until it is cleared. Each receipt says how much that was."
             ),
             "What this does not cover": ENGINE,
             "Copies": backups(vault.provider_info()),
@@ -115,14 +125,16 @@ def report(source: Source, *, tenant: str, subject: str) -> Report:
     )
 
 
-def _look(connection: Connection, keys: TenantKeys, text_id: bytes, keyed: str) -> _Found:
-    prompts = rows.prompts_of_subject(connection, keys.tenant_id, text_id)
+def _look(connection: Connection, keyed: str) -> _Found:
     entries = rows.entries_naming(connection, [keyed])
     naming = rows.receipts_naming(connection, [keyed])
     numbered = {entry.entry_no for entry in entries}
     deletions = {one.deletion_no for one in naming if one.deletion_no is not None}
-    # A receipt is the subject's when it names it, when the log says so, or when it is the second
-    # one of the same deletion.
+    # A deletion is the subject's when its entry or its receipt names it, and then its second
+    # receipt is as well.
+    deletions |= {
+        number for entry in entries if isinstance(number := facts_of(entry).get("deletion"), int)
+    }
     receipts = [
         one
         for one in rows.list_receipts(connection)
@@ -130,54 +142,154 @@ def _look(connection: Connection, keys: TenantKeys, text_id: bytes, keyed: str) 
     ]
     deletions |= {one.deletion_no for one in receipts if one.deletion_no is not None}
     return _Found(
-        prompts,
         entries,
         receipts,
+        {one.receipt_id: rows.receipt_document(connection, one.receipt_id) for one in receipts},
         rows.get_deletions(connection, sorted(deletions)),
         {purge.purge_no: purge for purge in purging.list_purges(connection)},
     )
 
 
-def _facts(entry: EntryRow) -> Mapping[str, object]:
-    try:
-        facts = json.loads(entry.body)
-    except ValueError:
-        return {}  # damaged: `kvvault audit verify` says so
-    return facts if isinstance(facts, dict) else {}
+def _gone_by(prompts: Sequence[PromptFacts]) -> float | None:
+    """None: there are none, or some have no deadline."""
+    ends = [one.last_deadline for one in prompts]
+    return None if None in ends else max((end for end in ends if end is not None), default=None)
 
 
-def _prompts(prompts: list[PromptRow]) -> Table:
+def _holds(
+    in_force: Sequence[Hold], prompts: Sequence[PromptFacts], tenant_id: bytes, text_id: bytes
+) -> list[Hold]:
+    """Those on the subject, on its tenant, and on anything that its prompts have."""
+    inside = {number for one in prompts for number in one.holds}
+    targets = {HoldKind.TENANT: tenant_id, HoldKind.SUBJECT: text_id}
+    return [
+        hold for hold in in_force if hold.number in inside or targets.get(hold.kind) == hold.target
+    ]
+
+
+def _prompts(prompts: Sequence[PromptFacts]) -> Table:
     return Table(
         "prompts",
         "Prompts that persist",
         "kvvault prompts ls",
         (
             Column("prompt", "prompt"),
+            Column("request", "request"),
+            Column("model", "model"),
             Column("first_used_at", "first use", Kind.TIME),
             Column("last_used_at", "last use", Kind.TIME),
-            Column("tokens", "tokens up to its last block", Kind.COUNT),
-            Column("shares_with", "prompts whose blocks it shares", Kind.COUNT),
-            Column("shared_by", "prompts that share its own", Kind.COUNT),
+            Column("tokens", "tokens", Kind.COUNT),
+            Column("bytes", "bytes", Kind.BYTES),
+            Column("shared_bytes", "of these shared with others", Kind.BYTES),
+            Column("last_deadline_at", "gone by", Kind.TIME),
+            Column("rules", "kept by rule"),
+            Column("holds", "holds"),
         ),
         tuple(
             (
                 one.prompt_id.hex(),
+                one.request_id,
+                one.model,
                 one.first_used,
                 one.last_used,
-                one.end_token,
-                one.links,
-                one.via,
+                one.tokens,
+                one.data_bytes,
+                one.shared_bytes,
+                one.last_deadline,
+                ", ".join(one.rules) or None,
+                ", ".join(map(str, one.holds)) or None,
             )
             for one in prompts
         ),
     )
 
 
-def _acts(entries: list[EntryRow]) -> Table:
+def _kept_by(holds: Sequence[Hold]) -> Table:
+    return Table(
+        "holds",
+        "Holds that keep any of it",
+        "kvvault hold ls",
+        (
+            Column("number", "number", Kind.COUNT),
+            Column("kind", "on a"),
+            Column("reason", "reason"),
+            Column("actor", "by"),
+            Column("placed_at", "since", Kind.TIME),
+        ),
+        tuple((one.number, one.kind.value, one.reason, one.actor, one.placed_at) for one in holds),
+    )
+
+
+def _receipts(found: _Found) -> Table:
+    return Table(
+        "receipts",
+        "Receipts, and what stayed",
+        "kvvault receipt ls",
+        (
+            Column("receipt", "receipt"),
+            Column("phase", "phase"),
+            Column("deletion", "deletion", Kind.COUNT),
+            Column("prompts", "prompts that went", Kind.COUNT),
+            Column("kept_shared_blocks", "blocks kept: shared", Kind.COUNT),
+            Column("kept_shared_prompts", "with prompts", Kind.COUNT),
+            Column("kept_held_prompts", "prompts kept by holds", Kind.COUNT),
+            Column("kept_held_segments", "segments kept by holds", Kind.COUNT),
+            Column("engine_copies", "copies in an engine"),
+            Column("entry", "entry of the log", Kind.COUNT),
+        ),
+        tuple(
+            (
+                one.receipt_id.hex(),
+                one.phase,
+                one.deletion_no,
+                _whole(_part(content, "deletion").get("prompts")),
+                _whole(kept.get("shared_blocks")),
+                _whole(kept.get("shared_prompts")),
+                _whole(kept.get("held_prompts")),
+                _whole(kept.get("held_segments")),
+                _engine(content),
+                one.entry_no,
+            )
+            for one in found.receipts
+            for content in [_content(found.documents[one.receipt_id])]
+            for kept in [_part(content, "kept")]
+        ),
+    )
+
+
+def _content(document: str) -> Mapping[str, Any]:
+    try:
+        return papers.parse(document).content
+    except FormatError:
+        return {}  # damaged: `kvvault audit verify` says so
+
+
+def _part(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = content.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _engine(content: Mapping[str, Any]) -> str | None:
+    copies = content.get("engine_copies")
+    if not isinstance(copies, list):
+        return None
+    told = [
+        f"{one.get('what')}: {'dropped' if one.get('reached') else 'not reached'}"
+        for one in copies
+        if isinstance(one, Mapping)
+    ]
+    return "; ".join(told) or None
+
+
+def _acts(entries: Sequence[EntryRow]) -> Table:
     return Table(
         "acts",
         "What the log says",
-        "kvvault audit",
+        "kvvault audit export",
         (
             Column("entry", "entry", Kind.COUNT),
             Column("at", "at", Kind.TIME),
@@ -192,11 +304,11 @@ def _acts(entries: list[EntryRow]) -> Table:
                 "; ".join(
                     f"{name} {_shown(value)}"
                     for name, value in facts.items()
-                    if name not in ("kind", "at")
+                    if name not in ("kind", "at", "prev")
                 ),
             )
             for entry in entries
-            for facts in [_facts(entry)]
+            for facts in [facts_of(entry)]
         ),
     )
 
@@ -205,18 +317,3 @@ def _shown(value: object) -> str:
     if isinstance(value, list) and len(value) > 4:
         return f"{len(value)} items"
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _receipts(receipts: list[ReceiptRow]) -> Table:
-    return Table(
-        "receipts",
-        "Receipts",
-        "kvvault receipt",
-        (
-            Column("receipt", "receipt"),
-            Column("phase", "phase"),
-            Column("deletion", "deletion", Kind.COUNT),
-            Column("entry", "entry of the log", Kind.COUNT),
-        ),
-        tuple((one.receipt_id.hex(), one.phase, one.deletion_no, one.entry_no) for one in receipts),
-    )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvvault.cli.commands.deleting import open_to_change
 from kvvault.cli.formats import parse_time, path_text
 from kvvault.cli.run import Run, command
 from kvvault.errors import StorageError, UsageError
@@ -163,7 +162,7 @@ def _made(
                 "the subject report needs to know who is meant",
                 hint="add --tenant NAME --subject NAME",
             )
-        with open_to_change(run) as vault:
+        with run.open_vault() as vault:
             source = Source(vault, SystemClock(), period)
             return subjects.report(source, tenant=tenant, subject=subject)
     with run.open_vault() as vault:
