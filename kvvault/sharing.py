@@ -382,7 +382,11 @@ class Sharing:
         without one all go."""
         candidates = np.flatnonzero(private)
         # Half of an id tells all but two in 2^64 apart; the few that agree are compared in full.
-        halves = np.flatnonzero(np.isin(ids[:, 0], ids[candidates, 0]))
+        wanted_halves = np.unique(ids[candidates, 0])
+        if not len(wanted_halves):
+            return Erasure(private, shared)
+        at = np.searchsorted(wanted_halves, ids[:, 0]).clip(max=len(wanted_halves) - 1)
+        halves = np.flatnonzero(wanted_halves[at] == ids[:, 0])
         _, name = np.unique(ids[halves], axis=0, return_inverse=True)
         name = name.reshape(-1)
         kept = np.zeros(len(halves) + 1, np.bool_)
