@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,15 @@ def test_no_byte_of_a_receipt_can_be_changed(past: Past) -> None:
             assert check_receipt(parse(edited.decode("utf-8", "surrogateescape")), past.key)
         except FormatError:
             continue
+
+
+def test_a_proof_is_of_the_size_that_it_says(past: Past) -> None:
+    with past.home.open(read_only=True) as vault:
+        receipt = vault.audit.prove(past.receipts[0])
+    assert receipt.proof is not None
+    larger = replace(receipt, proof=replace(receipt.proof, size=receipt.proof.size + 1))
+    assert check_receipt(receipt, past.key) == []
+    assert check_receipt(larger, past.key)
 
 
 @pytest.mark.parametrize("change", ["document=replace(document, 'operator', 'somebody')"])
