@@ -71,6 +71,11 @@ def calls(vault: Vault, scope: Scope) -> dict[str, Callable[[], object]]:
         "tenant_keys": lambda: vault.tenant_keys("alice"),
         "root_epochs": vault.root_epochs,
         "refresh": vault.refresh,
+        "prompts": lambda: vault.prompts,
+        "audit": lambda: vault.audit,
+        "note_question": lambda: vault.note_question("test", rows=0),
+        "plan_erasure": lambda: vault.plan_erasure([], tenant="alice"),
+        "erase": lambda: vault.erase(vault.plan_erasure([], tenant="alice"), actor="x", reason="x"),
         "forget": lambda: vault.forget("alice"),
     }
 
@@ -159,6 +164,8 @@ class TestClosing:
         vault.close()
         vault.close()
         assert vault.contains(scope, keys(2)) == [False] * 2
+        vault.record(vault.prompt(scope), dict.fromkeys(keys(2), 1))
+        vault.settle_prompts()
         for call in calls(vault, scope).values():
             with pytest.raises(ClosedError):
                 call()
@@ -172,7 +179,7 @@ class TestClosing:
         public = {name for name in vars(Vault) if not name.startswith("_")}
         # What opens and closes it, what never raises, and what needs nothing that is closed.
         others = {"create", "open", "close", "contains", "touch", "time", "counters", "direct_io"}
-        others |= {"provider_info", "key_warning"}
+        others |= {"provider_info", "key_warning", "prompt", "record", "settle_prompts"}
         assert public == others | calls(vault, scope).keys()
 
     def test_nothing_is_left_open(self, home: Home) -> None:

@@ -33,6 +33,7 @@ from kvvault.crypto.providers import FileProvider
 from kvvault.errors import KvvaultError
 from kvvault.model import Outcome
 from kvvault.policy.document import Policy
+from kvvault.promptfacts import Condition
 from kvvault.testing import ManualClock
 from kvvault.vault import Vault
 from tests.crash.blocks import (
@@ -347,6 +348,17 @@ def _delete_blocks(log: Log, vault: str) -> None:
             log("deleted", tenant)
 
 
+def _erase(log: Log, vault: str) -> None:
+    """One person's prompts are erased: what others share stays, the rest of each segment is
+    compacted."""
+    with Vault.open(vault, options=OPTIONS, clock=ManualClock(ManualClock().now() + 60)) as opened:
+        plan = opened.plan_erasure([Condition("subject", "=", "anna")], tenant="alpha")
+        assert plan.numbers
+        log("erasing")
+        opened.erase(plan, actor="test", reason="test")
+        log("erased")
+
+
 def step(log: Log, *, scenario: str, vault: str, at: int, torn: bool = False) -> None:
     """Run a scenario and die at its step `at`; else report how many steps it has."""
     fuse = Fuse(at, torn=torn)
@@ -359,6 +371,7 @@ def step(log: Log, *, scenario: str, vault: str, at: int, torn: bool = False) ->
         "open_late": _open_late,
         "evict": _evict,
         "delete_blocks": _delete_blocks,
+        "erase": _erase,
     }
     scenarios[scenario](log, vault)
     fuse.armed = False

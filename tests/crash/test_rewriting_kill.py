@@ -1,8 +1,10 @@
-"""kill -9 at the steps of eviction and of deleting single blocks: both write blocks again, and both
-delete. Nothing is lost that should stay, and nothing is back that went.
+"""kill -9 at the steps of eviction, of deleting single blocks, and of erasing a person's prompts:
+all of them write blocks again, and all delete. Nothing is lost that should stay, and nothing is
+back that went.
 
 In the vault: alpha's blocks may be evicted, some of them are in use; beta's are on hold; gamma's
 have a floor; delta's are as alpha's, and nobody uses them. Each has ten blocks in three segments.
+Alpha's are of two persons' prompts, which begin alike.
 """
 
 from __future__ import annotations
@@ -18,13 +20,25 @@ from kvvault.crypto.providers import FileProvider
 from kvvault.model import Outcome
 from kvvault.testing import ManualClock
 from kvvault.vault import Vault
-from tests.crash.blocks import NAMESPACES, OPTIONS, Ledger, check_at_rest, get, plaintext_in, put
+from tests.crash.blocks import (
+    NAMESPACES,
+    OPTIONS,
+    Ledger,
+    block_of,
+    check_at_rest,
+    get,
+    key_of,
+    plaintext_in,
+    put,
+)
 from tests.crash.processes import Nursery
 from tests.crash.roles import DOOMED, HOT, full_at
 from tests.crash.test_kill import steps_of
 
 WHOSE = ("alpha", "beta", "gamma", "delta")
 NUMBERS = range(10)
+ANNA, BERT = (0, 1, 2, 3, 4, 5), (0, 1, 2, 6, 7, 8, 9)
+PRIVATE = set(ANNA) - set(BERT)
 EVERY = range(110)
 """All numbers that any block has."""
 
@@ -36,7 +50,15 @@ def template(place: Path) -> Path:
     with Vault.create(
         path, provider=provider, options=OPTIONS, clock=ManualClock(), policy=full_at(2 << 20)
     ) as vault:
-        for tenant in WHOSE:
+        scope = vault.scope("alpha", NAMESPACES[0])
+        for subject, numbers in (("anna", ANNA), ("bert", BERT)):
+            prompt = vault.prompt(scope, request_id=subject, subject=subject)
+            chain = {key_of(n): 16 * (i + 1) for i, n in enumerate(numbers)}
+            blocks = [block_of("alpha", scope.namespace, n) for n in numbers]
+            vault.put(scope, list(chain), blocks, prompt=prompt, ends=list(chain.values()))
+            vault.record(prompt, chain)
+            vault.settle_prompts()
+        for tenant in WHOSE[1:]:
             assert put(vault, vault.scope(tenant, NAMESPACES[0]), tenant, NUMBERS) == 10
         vault.place_hold(reason="test", actor="test", tenant="beta")
     return path
@@ -118,8 +140,52 @@ def check_deletion(path: Path, lines: list[str], first: set[bytes], seen: Counte
     seen["killed"] += "steps" not in {line.split()[0] for line in lines}
 
 
-SCENARIOS = {"evict": check_eviction, "delete_blocks": check_deletion}
-GOALS = {"evict": ("evicted", "written again"), "delete_blocks": ("deleted",)}
+def check_erasure(path: Path, lines: list[str], first: set[bytes], seen: Counter[str]) -> None:
+    served = check(path, lines, first)
+    assert served["beta"] == served["gamma"] == served["delta"] == set(NUMBERS)
+    # What the other person has, too, is there at every instant.
+    assert served["alpha"] >= set(BERT)
+    # The person's own goes at once, with the prompt, a deletion that is written down, its receipt.
+    gone = not served["alpha"] & PRIVATE
+    assert gone or served["alpha"] >= PRIVATE
+    assert gone or "erased" not in lines
+    with open_late(path) as vault:
+        subjects = [prompt.subject for prompt in vault.prompts.listing()[0]]
+        assert sorted(map(str, subjects)) == (["bert"] if gone else ["anna", "bert"])
+        assert vault.catalog.read(erasures) == (gone, gone)
+        # Whoever comes next finishes what was begun, and changes nothing else.
+        vault.reconcile()
+        assert vault.catalog.read(revoked_blocks) == 0
+        assert hits(vault, "alpha") == served["alpha"]
+        assert vault.audit.verify().ok
+    with open_late(path) as vault:
+        check_at_rest(vault, Ledger())
+        assert hits(vault, "alpha") == served["alpha"]
+    assert not plaintext_in(path)
+    seen["erased"] += "erased" in lines
+    seen["between"] += gone and "erased" not in lines
+    seen["killed"] += not any(line.startswith("steps") for line in lines)
+
+
+def erasures(connection: Connection) -> tuple[int, int]:
+    """How many there were, and how many first receipts of them."""
+    erased = select(t.deletions.c.deletion_no).where(t.deletions.c.trigger == "erase")
+    named = t.receipts.c.deletion_no.in_(erased) & (t.receipts.c.phase == "revoked")
+    return len(connection.execute(erased).all()), int(
+        connection.execute(select(func.count()).select_from(t.receipts).where(named)).scalar_one()
+    )
+
+
+def revoked_blocks(connection: Connection) -> int:
+    return int(connection.execute(select(func.count()).select_from(t.revoked_blocks)).scalar_one())
+
+
+SCENARIOS = {"evict": check_eviction, "delete_blocks": check_deletion, "erase": check_erasure}
+GOALS = {
+    "evict": ("evicted", "written again"),
+    "delete_blocks": ("deleted",),
+    "erase": ("erased",),
+}
 
 
 def killed(nursery: Nursery, template: Path, scenario: str, tried: int) -> Counter[str]:
