@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvvault.promptfacts import Chain
     from kvvault.vault import Vault
 
-__all__ = ["Found", "TextQuestion", "find_text", "prompts_find"]
+__all__ = ["Found", "TextQuestion", "find_text", "prompts_find", "question_of"]
 
 _MAX_TEXT: Final = 64 << 20
 _MAX_SALT: Final = 64 << 10
@@ -100,6 +100,38 @@ def prompts_find(
     text and names of the tokens. A text that shares only its beginning with a prompt is found up to
     where they part. All namespaces of the model are asked, also those that no engine uses any more.
     """
+    question = question_of(
+        text_file,
+        tenant,
+        model,
+        chat=chat,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        lora=lora,
+        salt_file=salt_file,
+    )
+    with run.open_vault() as vault:
+        found = find_text(vault, question)
+    return _show(run, len(question.tokens), found)
+
+
+def question_of(
+    text_file: str,
+    tenant: str,
+    model: str,
+    *,
+    chat: bool = False,
+    tokenizer: str | None = None,
+    chat_template: str | None = None,
+    lora: str | None = None,
+    salt_file: str | None = None,
+) -> TextQuestion:
+    """What to look for: the tokens of a text, as a server would make them.
+
+    Raises:
+        UsageError: the text, the adapter or the model cannot be used.
+        StorageError: a file cannot be read.
+    """
     from kvvault.integrations.vllm.rendering import Renderer
 
     adapter = _adapter(lora)
@@ -109,10 +141,7 @@ def prompts_find(
         tokenizer or model, chat_template=None if chat_template is None else Path(chat_template)
     )
     tokens = renderer.chat(text) if chat else renderer.completion(text)
-    question = TextQuestion(tokens, tenant, model, adapter, salt)
-    with run.open_vault() as vault:
-        found = find_text(vault, question)
-    return _show(run, len(tokens), found)
+    return TextQuestion(tokens, tenant, model, adapter, salt)
 
 
 def find_text(vault: Vault, question: TextQuestion) -> list[Found]:
