@@ -49,7 +49,7 @@ def test_a_subject(filled: Place, tmp_path: Path) -> None:
         ).code
         == 0
     )
-    assert run("audit", "key", "-o", key, *filled.flags).code == 0
+    key.write_text(run("audit", "key", *filled.flags).out)
     assert run("receipt", "verify", receipt, "--key", key).code == 0
     said = json.loads(receipt.read_text())["receipt"]
     assert said["deletion"]["prompts"] == 1
@@ -138,9 +138,11 @@ def engine(answer: int) -> Iterator[tuple[str, list[str]]]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked.append(self.path)
+            body = b'{"success": true}'
             self.send_response(answer)
-            self.send_header("Content-Length", "0")
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
+            self.wfile.write(body)
 
         def do_GET(self) -> None:
             self.send_response(404)
