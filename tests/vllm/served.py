@@ -171,7 +171,7 @@ def serving(home: Path, models: Path, *tenants: str, **environment: str) -> Iter
         model="m",
     ) as server:
         try:
-            server.wait_ready()
+            server.wait_ready(600.0)
         except Exception:
             print("\n".join(server.last_lines()))
             raise

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from hypothesis import strategies as st
 from kvvault.cli.app import app
 from kvvault.cli.commands.finding import Found, TextQuestion, find_text
 from kvvault.integrations.vllm.rendering import Renderer
-from kvvault.integrations.vllm.requestids import names_of
 from kvvault.promptfacts import Chain, Condition, PromptFacts
 from kvvault.vault import Vault
 from tests.vllm.conftest import TEXT
@@ -93,14 +93,9 @@ class Request:
         return [(self.tenant, tokens[:end]) for end in ends]
 
     def cached(self, live: set[Name]) -> int:
-        """Tokens that an engine with an empty cache of its own finds. The last token is always
-        computed."""
-        count = 0
-        for block in self.blocks:
-            if block not in live or len(block[1]) == len(self.answers[0].prompt_tokens):
-                break
-            count += 1
-        return count * BLOCK_TOKENS
+        """Tokens that an engine with an empty cache of its own finds."""
+        found = takewhile(live.__contains__, self.blocks)
+        return sum(1 for _ in found) * BLOCK_TOKENS
 
 
 ERASED = ("clinic", "patient 7")
@@ -195,12 +190,42 @@ def test_a_request_is_found_by_both_of_its_names(served: Served, asked: list[Req
         assert answer.id == prefix + request.header
         with served.open() as vault:
             for name in (answer.id, request.header):
-                found = [
-                    facts.request_id
-                    for kept in names_of(name)
-                    for facts in vault.prompts.listing([Condition("request", "=", kept)])[0]
-                ]
-                assert found == [answer.id]
+                found, _ = vault.prompts.listing([Condition("request", "=", name)])
+                assert [facts.request_id for facts in found] == [answer.id]
+
+
+def test_erasing_a_subject_takes_its_private_parts_and_nothing_else(
+    served: Served, asked: list[Request], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same requests again, each from the vault: what only the erased subject had is computed
+    anew, all else comes from the disk, and the answers are the same."""
+    erased = [r for r in asked if (r.tenant, r.subject) == ERASED]
+    kept = [r for r in asked if (r.tenant, r.subject) != ERASED]
+    live = {block for request in kept for block in request.blocks}
+    private = {block for request in erased for block in request.blocks} - live
+    command = ["erase", "--subject", ERASED[1], "--tenant", ERASED[0], "--reason", "asked for"]
+    with pytest.raises(SystemExit) as ended:
+        app([*command, "--vault", str(served.vault), "--yes", "--json", "--engine", served.url])
+    assert ended.value.code in (0, 3)  # 3: the engine is still writing to a segment of theirs
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["prompts"]) == len(erased)
+    assert document["erased"]["blocks"] == len(private)
+    reached = {copy["what"]: copy["reached"] for copy in document["engine_copies"]}
+    assert reached == {"device": True, "cpu": True, "region": False}
+    with served.open() as vault:
+        assert {facts.request_id for facts in listing(vault)} == {r.answers[0].id for r in kept}
+    missed = 0
+    for number, request in enumerate(asked):
+        again = request.send(served, f"again-{number}")
+        assert again.prompt_tokens == request.answers[0].prompt_tokens
+        assert again.cached == request.cached(live)
+        assert again.words == request.answers[0].words
+        missed += again.cached < len(request.blocks) * BLOCK_TOKENS
+        live.update(request.blocks)
+        served.forget()
+    assert 0 < missed <= len(erased)
+    ids = {request.answers[1].id for request in asked}
+    assert served.wait(lambda vault: ids <= {facts.request_id for facts in listing(vault)})
 
 
 def test_what_asks_not_to_be_kept_is_not_listed(served: Served) -> None:
