@@ -204,7 +204,8 @@ def test_writing_reading_and_deleting_at_once(crew: Crew, nursery: Nursery) -> N
     eraser.call("start_deleting", tenant="gamma")
     for _ in range(5):
         time.sleep(0.5)
-        assert nursery.start("reopen", crew.path.parent, vault=str(crew.path)).wait() == 0
+        child = nursery.start("reopen", crew.path.parent, vault=str(crew.path))
+        assert child.wait() == 0, child.lines()
     everybody = [*writers, *readers, eraser]
     stored = 0
     for remote in everybody:
