@@ -192,8 +192,11 @@ class Eraser:
     def plan_segments(
         self, segment_ids: Sequence[bytes], trigger: Trigger = Trigger.REMOVE
     ) -> DeletionPlan:
-        """These, as far as they live."""
-        return self._plan(trigger, partial(retention.live_among, segment_ids=segment_ids))
+        """These, as far as they live. What is compacted is only kept by holds on whole segments."""
+        whole = trigger is Trigger.COMPACT
+        return self._plan(
+            trigger, partial(retention.live_among, segment_ids=segment_ids, whole=whole)
+        )
 
     def plan_tenant(self, tenant_id: bytes) -> DeletionPlan:
         """A tenant and everything it has."""
@@ -220,17 +223,28 @@ class Eraser:
     ) -> DeletionPlan:
         """Single blocks; what else is in their segments stays. `kvvault.erasing` executes it."""
 
-        def find(
-            connection: Connection,
-        ) -> tuple[list[retention.Candidate], dict[bytes, list[tuple[int, bytes]]]]:
-            places: dict[bytes, list[tuple[int, bytes]]] = {}
-            for one in targets:
-                places |= revoking.find_blocks(
-                    connection, one.tenant_id, one.namespace_digest, one.block_ids
-                )
-            return retention.live_among(connection, list(places), whole=True), places
+        return self._catalog.read(partial(self.find_blocks, targets=targets, trigger=trigger))
 
-        found, places = self._catalog.read(find)
+    def find_blocks(
+        self, connection: Connection, targets: Sequence[Targets], trigger: Trigger
+    ) -> DeletionPlan:
+        """As `plan_blocks`, in a transaction of the caller."""
+        places: revoking.Places = {}
+        for one in targets:
+            places |= revoking.find_blocks(
+                connection, one.tenant_id, one.namespace_digest, one.block_ids
+            )
+        return self.plan_places(connection, places, targets, trigger)
+
+    def plan_places(
+        self,
+        connection: Connection,
+        places: revoking.Places,
+        targets: Sequence[Targets],
+        trigger: Trigger,
+    ) -> DeletionPlan:
+        """A plan for single blocks of which it is known where they are."""
+        found = retention.live_among(connection, list(places), whole=True)
         chosen = [
             Chosen(
                 one.facts.segment_id,
@@ -318,12 +332,11 @@ class Eraser:
         try:
             done = self._catalog.write(revoke)
         except StorageError as exc:
-            if exc.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if not is_full(exc):
                 raise
             # A full disk must not keep what is to be erased: it makes the room to write it down.
             # If that fails again, the blocks are gone and the next to open the vault notes it.
-            with self._fence.exclusive(HOLDS_LOCK, self._options.lock_timeout_s):
-                self._discard(self._still_doomed(plan, now))
+            self.make_room(plan)
             done = self._catalog.write(revoke)
         if done.refused:
             raise _held(done.held)
@@ -389,6 +402,17 @@ class Eraser:
             ),
         )
 
+    def make_room(self, plan: DeletionPlan) -> None:
+        """On a disk too full to write a deletion down: empty and remove the files of the segments
+        that a plan is about, as far as no hold keeps anything in them. What else is in them is
+        lost, to what is to go.
+
+        Raises:
+            StorageError, CatalogError, VaultLockedError.
+        """
+        with self._fence.exclusive(HOLDS_LOCK, self._options.lock_timeout_s):
+            self._discard(self._still_doomed(plan, self._time.steady()))
+
     def settle(self) -> None:
         """Wait until no load is under way that began before what is revoked now was. Also for who
         finds nothing left to delete: somebody else may be in the middle of it.
@@ -453,6 +477,11 @@ class Eraser:
                 log.error("the file of a deleted segment stays: %s", exc)
                 kept.add(segment_id)
         return kept
+
+
+def is_full(error: StorageError) -> bool:
+    """Whether it was for want of space."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _held(segments: int) -> HeldError:

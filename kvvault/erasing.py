@@ -6,15 +6,16 @@ is in their segments. Then what stays is written to other segments (`kvvault.rew
 keys of the old ones are destroyed. Whatever a crash or a full disk leaves of the second part is
 done by the job `reconcile`, and no purge calls these deletions unrecoverable before.
 
-While a segment is copied, somebody else may revoke blocks of it: then they are revoked in the copy
-as well, before the segment goes. Who revokes looks again when nobody copies (`Rewriter.alone`).
+Which blocks go is decided in the transaction that revokes them: a plan may be older than a hold, or
+than somebody's reuse of a block. It is decided again when nobody writes blocks again any more
+(`Rewriter.alone`), because what somebody had in his hands may have come back meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from sqlalchemy import Connection
@@ -29,8 +30,9 @@ from kvvault.deleting import (
     Particulars,
     Targets,
     Trigger,
+    is_full,
 )
-from kvvault.errors import KvvaultError
+from kvvault.errors import KvvaultError, StorageError
 from kvvault.model import SegmentFacts
 from kvvault.rewriting import Rewriter
 from kvvault.timekeeping import VaultTime
@@ -38,14 +40,24 @@ from kvvault.timekeeping import VaultTime
 log = logging.getLogger(__name__)
 
 _ROUNDS = 5
-"""How often a deletion looks whether its blocks were stored again meanwhile, and a compaction
-whether more of a segment was revoked."""
+"""How often a deletion looks whether its blocks are back, and a compaction whether more of a
+segment was revoked."""
 
 AskEngine = Callable[[], Sequence[EngineCopy]]
 """Asks an engine to drop its own copies; says what became of them. May take half a minute."""
 
-Also = Callable[[Connection], None]
-"""What else belongs into the transaction that revokes."""
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What goes, decided inside a transaction."""
+
+    plan: DeletionPlan
+    particulars: Particulars
+    also: Callable[[Connection], None] | None = None
+    """What else belongs into that transaction. Then it is written down even when no block goes."""
+
+
+Decide = Callable[[Connection], Decision]
 
 
 class BlockEraser:
@@ -59,36 +71,40 @@ class BlockEraser:
         self._rewriter = rewriter
         self._time = time
 
-    def execute(
-        self,
-        plan: DeletionPlan,
-        *,
-        actor: str,
-        reason: str,
-        particulars: Particulars | None = None,
-        also: Also | None = None,
-        engine: AskEngine | None = None,
+    def execute(self, plan: DeletionPlan, *, actor: str, reason: str) -> DeletionReport:
+        """Delete blocks of a plan, by their ids, wherever they are by then.
+
+        Raises: as `erase`.
+        """
+        said = Particulars(self._eraser.scope(plan))
+
+        def decide(connection: Connection) -> Decision:
+            return Decision(self._eraser.find_blocks(connection, plan.targets, plan.trigger), said)
+
+        return self.erase(decide, actor=actor, reason=reason)
+
+    def erase(
+        self, decide: Decide, *, actor: str, reason: str, engine: AskEngine | None = None
     ) -> DeletionReport:
-        """Delete single blocks wherever they are now. When it returns, none of them that no hold
-        keeps is served by any process. `also` belongs to it: it happens, and is written down, even
-        when no block is left to go. `engine` is called when nothing is served any more; the receipt
-        waits for what it says.
+        """Delete single blocks. When it returns, none of them that no hold keeps is served by any
+        process. `engine` is called when nothing is served any more, and the receipt is issued once
+        more with what it says.
 
         Raises:
             VaultLockedError: a stopped process is in the middle of publishing a load, or of copying
                 a segment; what was found is revoked all the same.
             StorageError, CatalogError: nothing, or not everything, is revoked.
+            KvvaultError: whatever `decide` raises; then nothing happened.
         """
-        said = particulars or Particulars(self._eraser.scope(plan))
-        report = self._revoke(plan, actor, reason, said, also, certify=engine is None)
+        first, report = self._revoke(decide, actor, reason)
         if engine is not None:
-            self._ask(engine, plan, report, said, actor, reason)
+            self._ask(engine, first, report, actor, reason)
         with self._rewriter.alone():
             for _ in range(_ROUNDS):
-                again = self._eraser.plan_blocks(plan.targets, plan.trigger)
-                if not again.segments:
+                _, again = self._revoke(decide, actor, reason, first=False)
+                report += again
+                if not again.blocks:
                     break
-                report += self._revoke(again, actor, reason, said, None)
             return replace(report, waiting_segments=self._compact())
 
     def compact(self) -> int:
@@ -103,22 +119,22 @@ class BlockEraser:
         with self._rewriter.alone():
             return self._compact()
 
-    def _revoke(
-        self,
-        plan: DeletionPlan,
-        actor: str,
-        reason: str,
-        particulars: Particulars,
-        also: Also | None,
-        *,
-        certify: bool = True,
-    ) -> DeletionReport:
-        now = self._time.steady()
-        places = {
-            one.segment_id: list(zip(one.slots, one.block_ids, strict=True)) for one in plan.chosen
-        }
+    # -- revoking ---------------------------------------------------------------------------------
 
-        def write(connection: Connection) -> retention.Revoked:
+    def _revoke(
+        self, decide: Decide, actor: str, reason: str, *, first: bool = True
+    ) -> tuple[Decision, DeletionReport]:
+        """Decide and revoke in one transaction, then wait for loads that had looked before. Only
+        the first time something is written down when nothing goes."""
+        now = self._time.steady()
+
+        def write(connection: Connection) -> tuple[Decision, retention.Revoked]:
+            decision = decide(connection)
+            plan = decision.plan
+            places = {
+                one.segment_id: list(zip(one.slots, one.block_ids, strict=True))
+                for one in plan.chosen
+            }
             done = revoking.revoke_blocks(
                 connection,
                 places,
@@ -126,61 +142,61 @@ class BlockEraser:
                 now=now,
                 actor=actor,
                 reason=reason,
-                about=particulars.scope,
-                always=also is not None,
+                about=decision.particulars.scope,
+                always=first and decision.also is not None,
             )
-            if also is not None:
-                also(connection)
-            if certify:
-                self._eraser.certify(
-                    connection, plan, done, particulars, now=now, actor=actor, reason=reason
-                )
-            return done
+            if first and decision.also is not None:
+                decision.also(connection)
+            self._eraser.certify(
+                connection, plan, done, decision.particulars, now=now, actor=actor, reason=reason
+            )
+            return decision, done
 
-        done = self._catalog.write(write)
+        try:
+            decision, done = self._catalog.write(write)
+        except StorageError as exc:
+            if not is_full(exc):
+                raise
+            # A full disk must not keep what is to be erased: it makes the room to write it down.
+            self._eraser.make_room(self._catalog.read(decide).plan)
+            decision, done = self._catalog.write(write)
         self._eraser.settle()
-        return DeletionReport(
-            plan.trigger,
+        return decision, DeletionReport(
+            decision.plan.trigger,
             len(done.segment_ids),
             done.blocks,
             done.data_bytes,
-            done.held + len(plan.held),
+            done.held + len(decision.plan.held),
             now,
             deletion_no=done.deletion_no,
         )
 
     def _ask(
-        self,
-        engine: AskEngine,
-        plan: DeletionPlan,
-        report: DeletionReport,
-        particulars: Particulars,
-        actor: str,
-        reason: str,
+        self, engine: AskEngine, first: Decision, report: DeletionReport, actor: str, reason: str
     ) -> None:
-        """Have an engine's copies dropped, and issue the receipt, whatever comes of it."""
-        copies: tuple[EngineCopy, ...] = (EngineCopy("engine", False, "it was not asked"),)
-        try:
-            copies = tuple(engine())
-        finally:
-            done = retention.Revoked(
-                tuple(facts.segment_id for facts in plan.segments),
-                report.blocks,
-                report.data_bytes,
-                report.held_segments - len(plan.held),
-                deletion_no=report.deletion_no,
+        """Have an engine's copies dropped, and issue the receipt again with what became of them:
+        the first one stands, should this process die meanwhile."""
+        copies = tuple(engine())
+        done = retention.Revoked(
+            tuple(facts.segment_id for facts in first.plan.segments),
+            report.blocks,
+            report.data_bytes,
+            report.held_segments - len(first.plan.held),
+            deletion_no=report.deletion_no,
+        )
+        self._catalog.write(
+            lambda connection: self._eraser.certify(
+                connection,
+                first.plan,
+                done,
+                replace(first.particulars, engine=copies),
+                now=report.revoked_at,
+                actor=actor,
+                reason=reason,
             )
-            self._catalog.write(
-                lambda connection: self._eraser.certify(
-                    connection,
-                    plan,
-                    done,
-                    replace(particulars, engine=copies),
-                    now=report.revoked_at,
-                    actor=actor,
-                    reason=reason,
-                )
-            )
+        )
+
+    # -- compacting -------------------------------------------------------------------------------
 
     def _compact(self) -> int:
         """The caller is alone."""
@@ -198,22 +214,69 @@ class BlockEraser:
         """Whether the segment is gone."""
         # No more blocks come to it: those that stay are known from here on.
         self._eraser.seal([segment_id])
-        copied: set[int] = set()
         for _ in range(_ROUNDS):
             row = self._catalog.read(partial(operations.get_segment, segment_id=segment_id))
             if row is None or not row.facts.state.live:
                 return True
-            revoked = self._catalog.read(partial(revoking.revoked_of, segment_id=segment_id))
-            self._revoke_copies(row.facts, [revoked[slot] for slot in copied & revoked.keys()])
-            stay = set(range(row.facts.blocks)) - revoked.keys() - copied
-            self._rewriter.copy(segment_id, sorted(stay))
-            copied |= stay
             plan = self._eraser.plan_segments([segment_id], Trigger.COMPACT)
             if not plan.segments:
-                return False  # a hold keeps it
+                return False  # a hold keeps it as it is
+            inside = self._catalog.read(partial(revoking.owners_in, segment_id=segment_id))
+            revoked = self._catalog.read(partial(revoking.revoked_of, segment_id=segment_id))
+            copies = self._copies(row.facts, inside)
+            self._revoke_copies(copies, {slot: inside[slot] for slot in inside if slot in revoked})
+            there = {one for members in copies.values() for one in members}
+            self._rewriter.copy(
+                segment_id,
+                sorted(
+                    slot for slot, one in inside.items() if slot not in revoked and one not in there
+                ),
+            )
             if self._destroy(plan, segment_id, revoked):
                 return True
         return False
+
+    def _copies(
+        self, facts: SegmentFacts, inside: Mapping[int, tuple[bytes, int]]
+    ) -> dict[bytes, dict[tuple[bytes, int], int]]:
+        """Where blocks of a segment are already, of the same owner: in which segments, which, in
+        which slot. Left by an attempt that did not come to its end."""
+        owners = dict(inside.values())
+        found = self._catalog.read(
+            partial(
+                revoking.find_blocks,
+                tenant_id=facts.tenant_id or b"",
+                namespace=facts.namespace_digest,
+                block_ids=owners,
+                owners=owners,
+            )
+        )
+        return {
+            segment_id: {(block_id, owners[block_id]): slot for slot, block_id in members}
+            for segment_id, members in found.items()
+            if segment_id != facts.segment_id
+        }
+
+    def _revoke_copies(
+        self,
+        copies: Mapping[bytes, Mapping[tuple[bytes, int], int]],
+        revoked: Mapping[int, tuple[bytes, int]],
+    ) -> None:
+        """Blocks were copied before they were revoked where they came from."""
+        gone = set(revoked.values())
+        places = {
+            segment_id: [(slot, one[0]) for one, slot in members.items() if one in gone]
+            for segment_id, members in copies.items()
+        }
+        places = {segment_id: members for segment_id, members in places.items() if members}
+        if places:
+
+            def decide(connection: Connection) -> Decision:
+                none: tuple[Targets, ...] = ()
+                plan = self._eraser.plan_places(connection, places, none, Trigger.ERASE)
+                return Decision(plan, Particulars())
+
+            self._revoke(decide, "kvvault", "revoked while they were copied")
 
     def _destroy(self, plan: DeletionPlan, segment_id: bytes, revoked: Mapping[int, bytes]) -> bool:
         """Destroy a segment's key, unless more of it has been revoked."""
@@ -224,11 +287,3 @@ class BlockEraser:
             unless=lambda connection: revoking.revoked_of(connection, segment_id) != revoked,
         )
         return done.segments > 0
-
-    def _revoke_copies(self, facts: SegmentFacts, block_ids: Sequence[bytes]) -> None:
-        """Blocks were copied before they were revoked where they came from."""
-        if block_ids and facts.tenant_id is not None:
-            targets = Targets(facts.tenant_id, facts.namespace_digest, frozenset(block_ids))
-            plan = self._eraser.plan_blocks([targets], Trigger.ERASE)
-            said = Particulars(self._eraser.scope(plan))
-            self._revoke(plan, "kvvault", "revoked while they were copied", said, None)

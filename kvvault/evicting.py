@@ -18,7 +18,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvvault.catalog import operations, retention
+from sqlalchemy import Connection
+
+from kvvault.catalog import operations, retention, revoking
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.operations import SegmentRow
 from kvvault.catalog.space import NoSpaceError, catalog_reserve
@@ -238,10 +240,18 @@ class Evictor:
     ) -> EvictionReport:
         most = max(1, _READMIT_BYTES // row.facts.block_bytes)
         saved = self._rewriter.save(row, readmit[:most]) if readmit else None
-        plan = self._eraser.plan_segments([row.facts.segment_id], Trigger.EVICT)
-        done = self._eraser.execute(plan, actor="kvvault", reason=reason)
+        segment_id = row.facts.segment_id
+        plan = self._eraser.plan_segments([segment_id], Trigger.EVICT)
+        revoked: set[bytes] = set()
+
+        def note(connection: Connection) -> bool:
+            revoked.update(revoking.revoked_of(connection, segment_id).values())
+            return False
+
+        done = self._eraser.execute(plan, actor="kvvault", reason=reason, unless=note)
         again = 0
         if done.segments and saved is not None:
+            saved = saved.without(revoked)  # erased since they were read
             again = self._rewriter.write(row, saved) * row.facts.block_bytes
         return EvictionReport(
             report.segments + done.segments,

@@ -210,6 +210,11 @@ class State:
         """Which prompts of the table are in the inventory: not gone, and something is left."""
         return ~self.snapshot.prompts.gone & (self.figures.blocks[self.at] > 0)
 
+    @property
+    def used(self) -> Mask:
+        """Which blocks a prompt has that is not gone."""
+        return self.sharing.used_by(self.sharing.alive)
+
     def segments_of(self, where: I64) -> dict[int, list[int]]:
         """In which segments prompts (positions in `sharing`) have blocks."""
         pairs = self.sharing.pairs_of(np.unique(where))

@@ -142,16 +142,24 @@ class Reader:
     def read_slots(
         self, segment: LiveSegment, wanted: Sequence[Wanted], guard: Guard
     ) -> list[Outcome]:
-        """Load slots of one segment (ascending) for another reason than that somebody asked for
-        them: not counted."""
+        """Load slots of one segment (ascending) to write them again: not counted, and whatever the
+        deadline. What is past it is served to nobody, but may be kept: by a hold, or because the
+        clock is not believed."""
         return [
             outcome
             for batch in batches(len(wanted), segment.place.block_bytes, self._batch_bytes)
-            for outcome in self._load(segment, [wanted[i] for i in batch], guard)
+            for outcome in self._load(segment, [wanted[i] for i in batch], guard, to_keep=True)
         ]
 
-    def _load(self, segment: LiveSegment, wanted: Sequence[Wanted], guard: Guard) -> list[Outcome]:
-        """One batch of one segment."""
+    def _load(
+        self,
+        segment: LiveSegment,
+        wanted: Sequence[Wanted],
+        guard: Guard,
+        *,
+        to_keep: bool = False,
+    ) -> list[Outcome]:
+        """One batch of one segment. `to_keep`: not to serve it."""
         n = len(wanted)
         try:
             cipher = self._view.cipher(segment)
@@ -175,7 +183,7 @@ class Reader:
         except KvvaultError:
             return [Outcome.IO_FAILED] * n
         try:
-            return self._publish(segment, cipher, wanted, sealed, guard)
+            return self._publish(segment, cipher, wanted, sealed, guard, to_keep=to_keep)
         except ClosedError:
             return [Outcome.MISS] * n
         except KvvaultError:
@@ -188,6 +196,8 @@ class Reader:
         wanted: Sequence[Wanted],
         sealed: Sequence[memoryview | StorageError],
         guard: Guard,
+        *,
+        to_keep: bool,
     ) -> list[Outcome]:
         outcomes: list[Outcome] = []
         lost = []
@@ -195,7 +205,7 @@ class Reader:
             self._view.refresh()
             if self._view.segment(segment.number) is not segment:
                 return [Outcome.MISS] * len(wanted)
-            if segment.deadline <= self._time.now():
+            if not to_keep and segment.deadline <= self._time.now():
                 return [Outcome.MISS] * len(wanted)  # it came while the disk was read
             if not guard.enter():
                 return [Outcome.ABANDONED] * len(wanted)
@@ -216,7 +226,7 @@ class Reader:
             finally:
                 guard.leave()
         used = [w.slot for w, o in zip(wanted, outcomes, strict=True) if o is Outcome.HIT]
-        if used:
+        if used and not to_keep:
             segment.use(used, self._time.steady())
         # Only now: nothing inside may wait, not even for a full pipe behind the log.
         if lost:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -56,6 +56,17 @@ class Saved:
     """Whose each was."""
     unreadable: int
     """Blocks that could not be read now, which says nothing of them."""
+
+    def without(self, block_ids: Collection[bytes]) -> Saved:
+        """All but these."""
+        stay = [i for i, one in enumerate(self.block_ids) if one not in block_ids]
+        return Saved(
+            tuple(self.block_ids[i] for i in stay),
+            tuple(self.blocks[i] for i in stay),
+            tuple(self.uses[i] for i in stay),
+            tuple(self.origins[i] for i in stay),
+            self.unreadable,
+        )
 
 
 class _Carried:
@@ -134,6 +145,8 @@ class Rewriter:
         for batch in batches(len(slots), row.facts.block_bytes, _COPY_BYTES):
             wanted = [slots[i] for i in batch]
             saved = self.save(row, wanted)
+            if saved is None and self._view.segment_by_id(segment_id) is not None:
+                continue  # the rows that say what is there are damaged
             if saved is None or saved.unreadable:
                 raise StorageError(
                     "the blocks that stay cannot be read now",

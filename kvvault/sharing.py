@@ -358,6 +358,14 @@ class Sharing:
             got[ahead] = far
         return got
 
+    def used_by(self, sources: Mask) -> Mask:
+        """Which blocks, in the order in which they were given, any of these prompts (a mask over
+        `numbers`) has."""
+        found = np.zeros(self._count, np.bool_)
+        reached = self.reach(sources)
+        found[self._row] = (self._key & 0xFFFFFFFF) <= reached[self._key >> 32]
+        return found
+
     def erasure(self, targets: I64, ids: npt.NDArray[np.uint64]) -> Erasure:
         """What becomes of the blocks when prompts of these numbers are erased. `ids`: n x 2, of all
         blocks in the order in which they were given."""

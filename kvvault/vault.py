@@ -929,6 +929,7 @@ class Vault:
                 self._catalog, self._directory, layout.boot_id(), self._checker().count_intact
             ).run()
         self._view.refresh()
+        self._prompt_eraser().sweep()
         self._block_eraser.compact()
         return report
 
@@ -1017,7 +1018,9 @@ class Vault:
     def purge(self) -> PurgeReport:
         """Make everything that was deleted unrecoverable. See `kvvault.purging.Purger.run`."""
         self._check_writable()
-        self._block_eraser.compact()  # what is still under a live segment's key is not purged
+        # What is still under a live segment's key is not purged.
+        self._prompt_eraser().sweep()
+        self._block_eraser.compact()
         return Purger(
             layout.catalog_path(self.path),
             self._vault_id,
