@@ -111,7 +111,7 @@ class PromptEraser:
         asked = sorted({condition.name for condition in conditions})
         return ErasurePlan(
             numbers=tuple(int(number) for number in table.number[chosen]),
-            prompt_ids=tuple(table.prompt_id[row] for row in np.flatnonzero(chosen).tolist()),
+            prompt_ids=tuple(table.ids_of(np.flatnonzero(chosen))),
             deletion=self._deletion(state, goes),
             shared_blocks=int(np.count_nonzero(shared)),
             shared_bytes=int(sizes[shared].sum()),
@@ -208,10 +208,10 @@ class PromptEraser:
         elif 0 < len(named) <= _MAX_NAMED:
             scope["subjects"] = sorted(named)  # each is told of it: `kvvault report subject`
         known = []
-        for row in rows:
+        for row, prompt_id in zip(rows, table.ids_of(np.flatnonzero(chosen)), strict=True):
             opened = keys[scopes[int(table.scope[row])][0]]
             if opened is not None:
-                known.append(opened.keyed_id("log", b"prompt" + table.prompt_id[row]).hex())
+                known.append(opened.keyed_id("log", b"prompt" + prompt_id).hex())
         if len(known) <= _MAX_NAMED:
             scope["prompt_ids"] = sorted(known)
         else:

@@ -231,6 +231,17 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+REQUEST_PREFIXES = ("cmpl-", "chatcmpl-", "generate-tokens-")
+"""What vLLM puts before the value of a request's ``X-Request-Id`` header, or before a random one,
+to make the id of the response."""
+
+
+def request_names(given: str) -> tuple[str, ...]:
+    """Under which ids a request may be kept that somebody calls `given`: the id of its response, or
+    the value of its ``X-Request-Id`` header."""
+    return given, *(prefix + given for prefix in REQUEST_PREFIXES)
+
+
 def request_key(tenant: TenantKeys, request_id: str) -> bytes:
     """By what a request is found again.
 

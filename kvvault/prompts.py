@@ -44,7 +44,7 @@ from kvvault.promptfacts import (
     keeps,
     time_or_none,
 )
-from kvvault.prompting import LABELS, SUBJECT, request_key
+from kvvault.prompting import LABELS, SUBJECT, request_key, request_names
 from kvvault.tenants import find_tenant
 from kvvault.timekeeping import VaultTime
 from kvvault.view import View
@@ -143,7 +143,8 @@ class Prompts:
         if name in ("tenant", "model", "namespace"):
             return np.isin(table.scope, self._scopes(state, name, value))
         if name == "request":
-            ids = [request_key(keys, value) for keys in self._keys(state)]
+            called = request_names(value)
+            ids = [request_key(keys, name) for keys in self._keys(state) for name in called]
             numbers = self._catalog.read(partial(membership.prompts_of_requests, request_ids=ids))
             return np.isin(table.number, np.array(numbers, np.int64))
         if name == "subject":

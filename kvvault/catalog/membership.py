@@ -53,6 +53,15 @@ class PromptTable:
     last_used: F64
     gone: npt.NDArray[np.bool_]
 
+    def ids_of(self, rows: I64) -> list[bytes]:
+        """Prompt ids of these rows, 8 bytes each."""
+        return [number.to_bytes(8, "big") for number in self.prompt_id[rows].tolist()]
+
+    def having(self, prompt_ids: Collection[bytes]) -> npt.NDArray[np.bool_]:
+        """Which rows have one of these ids."""
+        wanted = [int.from_bytes(one, "big") for one in prompt_ids if len(one) == 8]
+        return np.isin(self.prompt_id, np.array(wanted, np.uint64)) & (self.prompt_id > 0)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:

@@ -53,7 +53,7 @@ def kept_by(connection: Connection, kind: str, target: bytes) -> list[bytes]:
         numbers = membership.text_numbers(connection, "subject", [target])
         chosen: Mask = np.isin(table.subject, np.array(numbers, np.int64))
     else:
-        chosen = np.array([one == target for one in table.prompt_id], np.bool_)
+        chosen = table.having([target])
     return _segments(state, chosen & ~table.gone)
 
 
@@ -81,7 +81,7 @@ def held_prompts(connection: Connection, state: Snapshot, *, parts: bool = False
     table = state.prompts
     subjects = membership.text_numbers(connection, "subject", kept["subject"])
     found: Mask = np.isin(table.subject, np.array(subjects, np.int64))
-    found |= np.array([one in kept["prompt"] for one in table.prompt_id], np.bool_)
+    found |= table.having(kept["prompt"])
     if not parts and kept["tenant"]:
         scopes = [no for no, (tenant_id, _) in state.scopes.items() if tenant_id in kept["tenant"]]
         found |= np.isin(table.scope, np.array(scopes, np.int64))

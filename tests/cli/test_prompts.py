@@ -10,7 +10,7 @@ import pytest
 from kvvault.catalog.database import direct
 from kvvault.vault import Vault
 from tests.cli.conftest import Place
-from tests.cli.support import BLOCK, NAMESPACE, TENANTS, run
+from tests.cli.support import BLOCK, TENANTS, run
 
 PROMPT = {
     "id",
@@ -60,26 +60,6 @@ SUBJECT = {
     "holds",
 }
 GROUP = {"group", "prompts", "blocks", "bytes", "nobodys_blocks", "nobodys_bytes"}
-
-
-@pytest.fixture
-def filled(place: Place) -> Place:
-    """Three prompts: two of the first tenant, which share two blocks, one of the second."""
-    with Vault.open(place.path, provider=place.key) as vault:
-        for tenant, name, subject, own in (
-            (TENANTS[0], "r1", "jane", 1),
-            (TENANTS[0], "r2", "joe", 2),
-            (TENANTS[1], "r3", None, 1),
-        ):
-            scope = vault.scope(tenant, NAMESPACE)
-            names = [b"shared 0", b"shared 1", *(f"{name} {n}".encode() for n in range(own))]
-            chain = {k: 16 * (i + 1) for i, k in enumerate(names)}
-            prompt = vault.prompt(scope, request_id=name, subject=subject, labels={"team": "x"})
-            buffers = [bytes(BLOCK)] * len(names)
-            vault.put(scope, names, buffers, prompt=prompt, ends=list(chain.values()))
-            vault.record(prompt, chain)
-            vault.settle_prompts()
-    return place
 
 
 def asked(place: Place) -> list[dict[str, object]]:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvvault.integrations.vllm.requestids import MAX_ID, client_id, names_of
+from kvvault.integrations.vllm.requestids import MAX_ID, client_id
 from kvvault.integrations.vllm.tenancy import _MAX_SCOPES, Claim, Tenancy, Verdict, claim
 from kvvault.model import Namespace
+from kvvault.prompting import request_names
 from kvvault.vault import Scope, Vault
 
 
@@ -223,6 +224,6 @@ def test_a_request_is_found_by_both_of_its_names(header: str, index: int) -> Non
     ):
         kept = client_id(engines)
         assert kept == response
-        assert kept in names_of(header)
-        assert kept in names_of(response)
+        assert kept in request_names(header)
+        assert kept in request_names(response)
     assert len(response) <= MAX_ID

@@ -10,6 +10,7 @@ from kvvault.cli.commands import (
     deleting,
     doctor,
     engine,
+    erase,
     hold,
     jobs,
     keys,
@@ -29,6 +30,7 @@ def register_all(app: typer.Typer) -> None:
     listing.register(app)
     prompts.register(app)
     deleting.register(app)
+    erase.register(app)
     hold.register(app)
     keys.register(app)
     policy.register(app)

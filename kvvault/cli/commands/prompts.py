@@ -1,4 +1,4 @@
-"""prompts ls, show, subjects, df: which prompts persist.
+"""prompts ls, show, subjects, df, find: which prompts persist.
 
 Each of these questions is written down in the audit log before it is answered.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kvvault.cli.commands.finding import prompts_find
 from kvvault.cli.formats import (
     Cell,
     human_bytes,
@@ -55,6 +56,7 @@ def register(app: typer.Typer) -> None:
     command(group, "show")(prompts_show)
     command(group, "subjects")(prompts_subjects)
     command(group, "df")(prompts_df)
+    command(group, "find")(prompts_find)
     app.add_typer(group)
 
 

