@@ -18,7 +18,7 @@ from kvvault import inventory
 from kvvault.catalog import holds, operations, protecting
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.holds import HoldRow
-from kvvault.catalog.operations import TenantRow
+from kvvault.catalog.rows import TenantRow
 from kvvault.errors import CatalogCorruptError, KvvaultError, UsageError
 from kvvault.keyring import KeyRing
 from kvvault.model import SegmentFacts

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvvault.catalog import holds, membership, operations
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import TenantRow
+from kvvault.catalog.rows import TenantRow
 from kvvault.crypto.keys import TenantKeys
 from kvvault.errors import UsageError
 from kvvault.keyring import KeyRing

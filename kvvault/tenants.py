@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 
 from kvvault.catalog import log, operations, purging
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import TenantRow
+from kvvault.catalog.rows import TenantRow
 from kvvault.crypto.keys import TenantKeys
 from kvvault.errors import CatalogCorruptError, KvvaultError, UsageError
 from kvvault.keyring import KeyRing, another_tenants_row, with_current
