@@ -222,11 +222,14 @@ class Recovery:
     def _lose(self, row: SegmentRow, report: RecoveryReport) -> RecoveryReport:
         ids = [row.facts.segment_id]
 
-        def lose(connection: Connection) -> None:
-            operations.revoke_segments(connection, ids, state=SegmentState.LOST)
-            operations.drop_extents(connection, ids)
+        def lose(connection: Connection) -> bool:
+            lived = operations.revoke_segments(connection, ids, state=SegmentState.LOST) > 0
+            if lived:
+                operations.drop_extents(connection, ids)
+            return lived
 
-        self.catalog.write(lose)
+        if not self.catalog.write(lose):
+            return report  # somebody else has deleted it since its row was read
         self.directory.unlink(segment_name(row.facts.segment_id))
         return replace(
             report,

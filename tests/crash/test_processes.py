@@ -3,8 +3,10 @@ everywhere (promise 5, REQ-F7)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -53,6 +55,19 @@ class Crew:
 def crew(nursery: Nursery, path: Path) -> Iterator[Crew]:
     with ExitStack() as undo:
         yield Crew(nursery, path, undo)
+
+
+def until_revoked(path: Path, ids: list[str]) -> None:
+    """Wait until a deletion under way elsewhere is committed: from then on it waits for loads."""
+    with contextlib.closing(sqlite3.connect(path / "catalog.sqlite3")) as catalog:
+        for ident in ids:
+            patience = time.monotonic() + 30
+            while catalog.execute(
+                "SELECT 1 FROM segments WHERE segment_id = ? AND wrapped_secret IS NOT NULL",
+                (bytes.fromhex(ident),),
+            ).fetchall():
+                assert time.monotonic() < patience
+                time.sleep(0.01)
 
 
 def test_a_reader_elsewhere_sees_new_blocks_by_itself(crew: Crew) -> None:
@@ -190,7 +205,8 @@ def test_writing_reading_and_deleting_at_once(crew: Crew, nursery: Nursery) -> N
     eraser.call("start_deleting", tenant="gamma")
     for _ in range(5):
         time.sleep(0.5)
-        assert nursery.start("reopen", crew.path.parent, vault=str(crew.path)).wait() == 0
+        child = nursery.start("reopen", crew.path.parent, vault=str(crew.path))
+        assert child.wait() == 0, child.lines()
     everybody = [*writers, *readers, eraser]
     stored = 0
     for remote in everybody:
@@ -288,6 +304,7 @@ def test_a_stopped_eraser_holds_readers_up_for_a_limited_time(crew: Crew) -> Non
         ids = eraser.call("segments", tenant="gamma")
         holder.call("hold", **place, number=1)
         eraser.begin("delete", ids=ids)
+        until_revoked(crew.path, ids)
         assert not eraser.answers_within(0.3)
         os.kill(eraser.child.pid, signal.SIGSTOP)
         try:
@@ -312,7 +329,9 @@ def test_a_killed_eraser_holds_nobody_up(crew: Crew) -> None:
         gone = reader.scope("gamma", NAMESPACES[0])
         assert put(reader, kept, "alpha", [1]) == 1
         holder.call("hold", **place, number=1)
-        eraser.begin("delete", ids=eraser.call("segments", tenant="gamma"))
+        ids = eraser.call("segments", tenant="gamma")
+        eraser.begin("delete", ids=ids)
+        until_revoked(crew.path, ids)
         assert not eraser.answers_within(0.3)
         eraser.child.kill()
         holder.call("let_go")
