@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 
 from kvvault.catalog import operations, retention
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import SegmentRow, TenantRow
+from kvvault.catalog.rows import SegmentRow, TenantRow
 from kvvault.deleting import DeletionReport, Eraser, Trigger
 from kvvault.errors import FormatError, WrongKeyError
 from kvvault.governing import LABELS, Governed, Governor

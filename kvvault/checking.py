@@ -12,7 +12,7 @@ from functools import partial
 
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import SegmentRow
+from kvvault.catalog.rows import SegmentRow
 from kvvault.crypto.aead import SegmentCipher, wipe
 from kvvault.errors import (
     FormatError,

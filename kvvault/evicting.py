@@ -22,7 +22,7 @@ from sqlalchemy import Connection
 
 from kvvault.catalog import operations, retention, revoking
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import SegmentRow
+from kvvault.catalog.rows import SegmentRow
 from kvvault.catalog.space import NoSpaceError, catalog_reserve
 from kvvault.counters import Counters
 from kvvault.deleting import Eraser, Trigger

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from kvvault.catalog import reporting, retention
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import Terms
+from kvvault.catalog.rows import Terms
 from kvvault.crypto.keys import TenantKeys
 from kvvault.errors import CatalogCorruptError, ConfigError, FormatError, WrongKeyError
 from kvvault.keyring import KeyRing

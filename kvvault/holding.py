@@ -18,10 +18,11 @@ from kvvault import inventory
 from kvvault.catalog import holds, operations, protecting
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.holds import HoldRow
-from kvvault.catalog.operations import TenantRow
+from kvvault.catalog.rows import TenantRow
 from kvvault.errors import CatalogCorruptError, KvvaultError, UsageError
-from kvvault.keyring import KeyRing, another_tenants_row
+from kvvault.keyring import KeyRing
 from kvvault.model import SegmentFacts
+from kvvault.tenants import find_tenant, unknown_tenant
 
 log = logging.getLogger(__name__)
 
@@ -80,56 +81,59 @@ class Holder:
         self._catalog = catalog
         self._ring = ring
 
-    def place_on_tenant(self, name: str, *, reason: str, actor: str, now: float) -> Hold:
-        """Keep all that a tenant has, and what it stores from now on.
+    def place(
+        self,
+        *,
+        tenant: str | None,
+        subject: str | None,
+        prompt_id: bytes | None,
+        segment_id: bytes | None,
+        reason: str,
+        actor: str,
+        now: float,
+    ) -> Hold:
+        """Keep all that a tenant has and what it stores from now on; the same of a subject of it,
+        of which there need not be anything yet; one prompt; or one live segment.
 
         Raises:
-            UsageError: the vault has no such tenant; reason or actor is empty or unprintable.
+            ValueError: not exactly one of `tenant`, `tenant` with `subject`, `prompt_id` and
+                `segment_id`.
+            UsageError: the vault has no such thing, or no more; reason or actor is empty or
+                unprintable.
             WrongKeyError: the catalog was altered: it leads from this name to another tenant.
+            KeyUnavailableError: the key of a subject's tenant cannot be had.
             StorageError, CatalogError.
         """
+        known_as = None
+        match (tenant, subject, prompt_id, segment_id):
+            case (str(), None, None, None):
+                kind, target = HoldKind.TENANT, self._tenant(tenant).tenant_id
+                keys = self._ring.known(target)
+                if keys is not None:
+                    known_as = keys.keyed_id("log", b"tenant").hex()
+            case (str(), str(), None, None):
+                kind, keys = HoldKind.SUBJECT, self._ring.tenant(self._tenant(tenant))
+                target = keys.keyed_id("subject", subject.encode())
+                known_as = keys.keyed_id("log", b"subject" + target).hex()
+            case (None, None, bytes(), None):
+                kind, target = HoldKind.PROMPT, prompt_id
+                tenant_id = self._catalog.read(
+                    partial(protecting.tenant_of, kind=holds.PROMPT, target=prompt_id)
+                )
+                keys = None if tenant_id is None else self._ring.known(tenant_id)
+                if keys is not None:
+                    known_as = keys.keyed_id("log", b"prompt" + prompt_id).hex()
+            case (None, None, None, bytes()):
+                kind, target, known_as = HoldKind.SEGMENT, segment_id, segment_id.hex()
+            case _:
+                raise ValueError("a hold is on a tenant, a subject, a prompt or a segment")
+        return self._place(kind, target, reason, actor, now, known_as)
+
+    def _tenant(self, name: str) -> TenantRow:
         row = find_tenant(self._catalog, self._ring, name)
         if row is None:
-            raise _unknown_tenant()
-        return self._place(HoldKind.TENANT, row.tenant_id, reason, actor, now)
-
-    def place_on_segment(self, segment_id: bytes, *, reason: str, actor: str, now: float) -> Hold:
-        """Keep one live segment.
-
-        Raises:
-            UsageError: the vault has no such segment, or no more; or as `place_on_tenant`.
-            StorageError, CatalogError.
-        """
-        return self._place(HoldKind.SEGMENT, segment_id, reason, actor, now)
-
-    def place_on_subject(
-        self, tenant: str, subject: str, *, reason: str, actor: str, now: float
-    ) -> Hold:
-        """Keep all prompts of a subject, now and from now on. There need not be any yet.
-
-        Raises: as `place_on_tenant`; KeyUnavailableError: the tenant's key cannot be had.
-        """
-        row = find_tenant(self._catalog, self._ring, tenant)
-        if row is None:
-            raise _unknown_tenant()
-        keys = self._ring.tenant(row)
-        text_id = keys.keyed_id("subject", subject.encode())
-        known_as = keys.keyed_id("log", b"subject" + text_id).hex()
-        return self._place(HoldKind.SUBJECT, text_id, reason, actor, now, known_as)
-
-    def place_on_prompt(self, prompt_id: bytes, *, reason: str, actor: str, now: float) -> Hold:
-        """Keep one prompt.
-
-        Raises:
-            UsageError: it is not in the inventory; or as `place_on_tenant`.
-            StorageError, CatalogError.
-        """
-        tenant_id = self._catalog.read(
-            partial(protecting.tenant_of, kind=holds.PROMPT, target=prompt_id)
-        )
-        keys = None if tenant_id is None else self._ring.known(tenant_id)
-        known_as = None if keys is None else keys.keyed_id("log", b"prompt" + prompt_id).hex()
-        return self._place(HoldKind.PROMPT, prompt_id, reason, actor, now, known_as)
+            raise unknown_tenant()
+        return row
 
     def _place(
         self,
@@ -138,15 +142,10 @@ class Holder:
         reason: str,
         actor: str,
         now: float,
-        known_as: str | None = None,
+        known_as: str | None,
     ) -> Hold:
         check_text("reason", reason)
         check_text("actor", actor)
-        keys = self._ring.known(target) if kind is HoldKind.TENANT else None
-        if kind is HoldKind.SEGMENT:
-            known_as = target.hex()
-        if keys is not None:
-            known_as = keys.keyed_id("log", b"tenant").hex()
         row = self._catalog.write(
             partial(
                 holds.place,
@@ -159,7 +158,7 @@ class Holder:
             )
         )
         if row is None and kind is HoldKind.TENANT:
-            raise _unknown_tenant()
+            raise unknown_tenant()
         if row is None and kind is HoldKind.PROMPT:
             raise UsageError("no prompt of that id persists", hint="see `kvvault prompts ls`")
         if row is None:
@@ -264,29 +263,6 @@ class Holder:
             return None
 
 
-def find_tenant(catalog: Catalog, ring: KeyRing, name: str) -> TenantRow | None:
-    """The row of the tenant of that name; None when there is none. Keys that cannot be had are no
-    reason not to find it.
-
-    Raises:
-        WrongKeyError: the catalog was altered: it leads from this name to another tenant.
-        StorageError, CatalogError.
-    """
-    if not name.isprintable():
-        return None  # none can have such a name
-    name_id = ring.name_id(name)
-    row = catalog.read(lambda c: operations.find_tenant(c, name_id))
-    if row is None:
-        return None
-    try:
-        found = ring.name(row)
-    except KvvaultError:
-        return row
-    if found != name:
-        raise another_tenants_row()
-    return row
-
-
 def check_text(what: str, text: str) -> None:
     """Reasons and actors are kept for good and shown on terminals.
 
@@ -311,10 +287,6 @@ def _check_number(number: int) -> None:
 
 def _no_such_hold() -> UsageError:
     return UsageError("there is no hold of that number", hint="see `kvvault hold ls --all`")
-
-
-def _unknown_tenant() -> UsageError:
-    return UsageError("the vault has no such tenant", hint="see `kvvault ls tenants`")
 
 
 def _cleared_before(number: int) -> UsageError:

@@ -9,8 +9,8 @@ from sqlalchemy import Connection
 
 from kvvault.catalog import operations, purging
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import SegmentRow, TenantRow
 from kvvault.catalog.purging import PurgeRow, Root, Use
+from kvvault.catalog.rows import SegmentRow, TenantRow
 from kvvault.crypto import keys
 from kvvault.crypto.keys import TenantKeys, WrappedLookup, WrappedSegment
 from kvvault.crypto.providers.base import KeyProvider

@@ -19,8 +19,8 @@ from sqlalchemy import Connection
 
 from kvvault.catalog import operations, purging
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import TenantRow
 from kvvault.catalog.purging import Root
+from kvvault.catalog.rows import SegmentRow, TenantRow
 from kvvault.crypto import keys
 from kvvault.crypto.aead import SegmentCipher, random_id
 from kvvault.crypto.keys import (
@@ -240,7 +240,7 @@ class KeyRing:
             StorageError, CatalogError: the catalog cannot be read.
         """
 
-        def use(found: tuple[TenantRow, operations.SegmentRow] | None) -> SegmentCipher:
+        def use(found: tuple[TenantRow, SegmentRow] | None) -> SegmentCipher:
             if found is None or found[1].wrapped_secret is None:
                 raise gone()
             tenant, row = found

@@ -19,10 +19,9 @@ import numpy.typing as npt
 
 from kvvault.catalog import holds, membership, operations
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import TenantRow
+from kvvault.catalog.rows import TenantRow
 from kvvault.crypto.keys import TenantKeys
 from kvvault.errors import UsageError
-from kvvault.holding import find_tenant
 from kvvault.keyring import KeyRing
 from kvvault.model import Namespace
 from kvvault.promptfacts import (
@@ -46,6 +45,7 @@ from kvvault.promptfacts import (
     time_or_none,
 )
 from kvvault.prompting import LABELS, SUBJECT, request_key, request_names
+from kvvault.tenants import find_tenant
 from kvvault.timekeeping import VaultTime
 from kvvault.view import View
 

@@ -38,8 +38,8 @@ from kvvault.audit.receipts import AUTOMATIC, TECHNICAL, Issuer
 from kvvault.catalog import operations
 from kvvault.catalog import purging as rows
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import TenantRow
 from kvvault.catalog.purging import PurgeRow, Root, Wraps
+from kvvault.catalog.rows import TenantRow
 from kvvault.crypto import aead, keys, rewrap
 from kvvault.crypto.keys import TenantKeys, WrappedLookup
 from kvvault.crypto.providers.base import KeyProvider

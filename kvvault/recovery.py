@@ -21,7 +21,7 @@ from sqlalchemy import Connection
 
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import SegmentRow
+from kvvault.catalog.rows import SegmentRow
 from kvvault.errors import StorageError, UnsafeFileError
 from kvvault.model import RecoveryReport, SegmentState
 from kvvault.segments.format import parse_segment_name, segment_name

@@ -16,7 +16,7 @@ from functools import partial
 
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import SegmentRow, Terms
+from kvvault.catalog.rows import SegmentRow, Terms
 from kvvault.crypto.keys import TenantKeys
 from kvvault.errors import KvvaultError, StorageError
 from kvvault.governing import Inherited

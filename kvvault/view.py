@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from kvvault.catalog import operations
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import RevokedBlock, SegmentRow
 from kvvault.catalog.retention import Use
+from kvvault.catalog.rows import RevokedBlock, SegmentRow
 from kvvault.crypto import keys
 from kvvault.crypto.aead import SegmentCipher
 from kvvault.crypto.keys import TenantKeys, WrappedSegment

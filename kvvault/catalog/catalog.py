@@ -25,6 +25,7 @@ from kvvault.catalog.database import (
     sync_log,
     translated_errors,
 )
+from kvvault.catalog.rows import Delta
 from kvvault.catalog.writer import CommitQueue
 from kvvault.errors import ClosedError, KvvaultError, StorageError
 from kvvault.segments.io import check_path
@@ -103,7 +104,7 @@ class Catalog:
         ):
             return operation(connection)
 
-    def poll(self) -> operations.Delta | None:
+    def poll(self) -> Delta | None:
         """What was committed, by anybody, since the last poll; None when nothing was.
 
         ``PRAGMA data_version`` changes when another connection commits (also one of this process),

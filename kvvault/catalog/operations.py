@@ -1,23 +1,19 @@
 """What is done to a catalog, one function per transaction step.
 
 Functions take the connection of a transaction that the caller began (`kvvault.catalog.writer` for
-writes), so that steps combine. They know rows, not keys or files: wrapped keys pass through as the
-bytes they are.
+writes), so that steps combine. They know rows (`kvvault.catalog.rows`), not keys or files: wrapped
+keys pass through as the bytes they are.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    Row,
-    RowMapping,
     bindparam,
     delete,
     func,
@@ -30,98 +26,28 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 
 from kvvault.catalog import schema as t
 from kvvault.catalog.database import direct
-from kvvault.errors import CatalogCorruptError, CatalogError
-from kvvault.model import (
-    ID_BYTES,
-    PAGE_BYTES,
-    Namespace,
-    NamespaceFacts,
-    SegmentFacts,
-    SegmentState,
+from kvvault.catalog.rows import (
+    Delta,
+    RevokedBlock,
+    SegmentRow,
+    TenantRow,
+    Terms,
+    blob,
+    corrupt,
+    extent_of,
+    revoked_of,
+    segment_of,
+    tenant_of,
 )
-from kvvault.segments.format import MAX_BLOCK_BYTES, MAX_SLOTS, Extent
+from kvvault.errors import CatalogError
+from kvvault.model import Namespace, NamespaceFacts, SegmentState
+from kvvault.segments.format import Extent
 
 _Id = TypeVar("_Id", bytes, int)
 
 _IN_MAX = 500  # ids per IN (...); SQLite allows 32766 parameters, short statements cache better
-_DIGEST_BYTES = 32
+_NO_TERMS = Terms()
 LIVE = (SegmentState.OPEN.value, SegmentState.SEALED.value)
-
-
-@dataclass(frozen=True, slots=True)
-class TenantRow:
-    tenant_id: bytes
-    lookup_id: bytes
-    root_epoch: str
-    wrapped_key: bytes
-    wrapped_index_key: bytes
-    sealed_name: bytes
-    created_at: float
-    key_no: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentRow:
-    facts: SegmentFacts
-    wrapped_secret: bytes | None
-    commitment: bytes
-    boot_id: str
-    synced: bool
-    change: int
-    idle_s: float | None = None
-    granted: int = 0
-    sealed_labels: bytes | None = None
-
-    @property
-    def well_formed(self) -> bool:
-        """Whether such a segment can exist. Rows come from disk: check before use."""
-        facts = self.facts
-        return (
-            len(facts.segment_id) == ID_BYTES
-            and (facts.tenant_id is None or len(facts.tenant_id) == ID_BYTES)
-            and len(facts.namespace_digest) == _DIGEST_BYTES
-            and 0 < facts.block_bytes <= MAX_BLOCK_BYTES
-            and facts.block_bytes % PAGE_BYTES == 0
-            and 0 <= facts.blocks <= MAX_SLOTS
-            and (self.wrapped_secret is not None or not facts.state.live)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class RevokedBlock:
-    """A single block that is not served any more although its segment lives."""
-
-    segment_id: bytes
-    slot: int
-    block_id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What changed since the caller last looked, and where to look from next time."""
-
-    segments: Sequence[SegmentRow]
-    extents: Sequence[Extent]
-    change: int
-    extent_no: int
-    policy_no: int
-    """Number of the policy in force; 0 when there is none."""
-    revoked: Sequence[RevokedBlock] = ()
-    revoked_seq: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """Under what a segment is written. Times are absolute."""
-
-    policy_no: int | None = None
-    rule: str = ""
-    retention_class: str = ""
-    sealed_labels: bytes | None = None
-    delete_by: float | None = None
-    idle_s: float | None = None
-    idle_until: float | None = None
-    keep_until: float | None = None
 
 
 class SegmentGoneError(CatalogError):
@@ -153,10 +79,7 @@ def get_meta(connection: Connection, name: str) -> bytes | None:
         CatalogCorruptError: the value is not a blob.
     """
     row = connection.execute(select(t.meta.c.value).where(t.meta.c.name == name)).first()
-    try:
-        return None if row is None else _blob(row[0])
-    except TypeError as exc:
-        raise corrupt("a value") from exc
+    return None if row is None else blob(row[0], "a value")
 
 
 def next_change(connection: Connection) -> int:
@@ -178,12 +101,12 @@ def next_change(connection: Connection) -> int:
 
 def find_tenant(connection: Connection, lookup_id: bytes) -> TenantRow | None:
     row = connection.execute(select(t.tenants).where(t.tenants.c.lookup_id == lookup_id)).first()
-    return None if row is None else _tenant(row)
+    return None if row is None else tenant_of(row)
 
 
 def get_tenant(connection: Connection, tenant_id: bytes) -> TenantRow | None:
     row = connection.execute(select(t.tenants).where(t.tenants.c.tenant_id == tenant_id)).first()
-    return None if row is None else _tenant(row)
+    return None if row is None else tenant_of(row)
 
 
 def add_tenant(connection: Connection, tenant: TenantRow) -> TenantRow:
@@ -207,30 +130,9 @@ def add_tenant(connection: Connection, tenant: TenantRow) -> TenantRow:
 
 def list_tenants(connection: Connection) -> list[TenantRow]:
     return [
-        _tenant(row)
+        tenant_of(row)
         for row in connection.execute(select(t.tenants).order_by(t.tenants.c.created_at))
     ]
-
-
-def _tenant(row: Row[tuple[object, ...]]) -> TenantRow:
-    """
-    Raises:
-        CatalogCorruptError: a field has not the type it should.
-    """
-    m = row._mapping
-    try:
-        return TenantRow(
-            _blob(m["tenant_id"]),
-            _blob(m["lookup_id"]),
-            str(m["root_epoch"]),
-            _blob(m["wrapped_key"]),
-            _blob(m["wrapped_index_key"]),
-            _blob(m["sealed_name"]),
-            float(m["created_at"]),
-            int(m["key_no"]),
-        )
-    except (TypeError, ValueError) as exc:
-        raise corrupt("a tenant") from exc
 
 
 def add_namespace(connection: Connection, namespace: Namespace, now: float) -> None:
@@ -268,7 +170,7 @@ def list_namespaces(connection: Connection) -> list[NamespaceFacts]:
             namespace = Namespace.of(int(m["block_bytes"]), json.loads(m["facts"]))
         except (ValueError, AttributeError, TypeError) as exc:
             raise corrupt("a namespace") from exc
-        if namespace.digest != _blob(m["digest"]):
+        if namespace.digest != blob(m["digest"], "a namespace"):
             raise corrupt("a namespace")
         count, blocks, data = usage.get(namespace.digest, (0, 0, 0))
         result.append(NamespaceFacts(namespace, float(m["created_at"]), count, blocks, data))
@@ -288,7 +190,7 @@ def add_segment(
     commitment: bytes,
     boot_id: str,
     now: float,
-    terms: Terms = Terms(),
+    terms: Terms = _NO_TERMS,
     key_no: int = 1,
 ) -> None:
     """Insert an open segment. Its key is durable when the transaction is (REQ-C5).
@@ -486,7 +388,7 @@ def list_segments(
     statement = select(t.segments).order_by(t.segments.c.created_at, t.segments.c.segment_id)
     if where is not None:
         statement = statement.where(where)
-    return [_segment(row) for row in connection.execute(statement).mappings()]
+    return [segment_of(row) for row in connection.execute(statement).mappings()]
 
 
 def changes_since(
@@ -499,16 +401,16 @@ def changes_since(
         CatalogCorruptError: a segment's row cannot be what it says.
     """
     rows, _ = direct(connection, _NEW_SEGMENTS, (change,))
-    segments = [_segment(dict(zip(_SEGMENT_COLUMNS, row, strict=True))) for row in rows]
+    segments = [segment_of(dict(zip(_SEGMENT_COLUMNS, row, strict=True))) for row in rows]
     extents: list[Extent] = []
     rows, _ = direct(connection, _NEW_EXTENTS, (extent_no,))
     for *fields, number in rows:
-        extents += _extent(fields)
+        extents += extent_of(fields)
         extent_no = int(str(number))
     revoked: list[RevokedBlock] = []
     rows, _ = direct(connection, _NEW_REVOKED, (revoked_seq,))
     for *fields, number in rows:
-        revoked += _revoked(fields)
+        revoked += revoked_of(fields)
         revoked_seq = int(str(number))
     newest = max((segment.change for segment in segments), default=change)
     return Delta(
@@ -516,25 +418,10 @@ def changes_since(
     )
 
 
-def _revoked(fields: Sequence[object]) -> list[RevokedBlock]:
-    """
-    Raises:
-        CatalogCorruptError: the row cannot be what it says; somebody might be served what was
-            erased.
-    """
-    segment_id, slot, block_id = fields
-    if not isinstance(slot, int) or not 0 <= slot < MAX_SLOTS:
-        raise corrupt("a revoked block")
-    found = blob(block_id, "a revoked block")
-    if len(found) != ID_BYTES:
-        raise corrupt("a revoked block")
-    return [RevokedBlock(blob(segment_id, "a revoked block"), slot, found)]
-
-
 def list_revoked(connection: Connection) -> list[RevokedBlock]:
     """Single blocks that are revoked, of segments that live."""
     rows, _ = direct(connection, _NEW_REVOKED, (-1,))
-    return [one for row in rows for one in _revoked(row[:3])]
+    return [one for row in rows for one in revoked_of(row[:3])]
 
 
 def list_extents(connection: Connection, segment_id: bytes) -> list[Extent]:
@@ -545,108 +432,12 @@ def list_extents(connection: Connection, segment_id: bytes) -> list[Extent]:
         .where(e.segment_id == segment_id)
         .order_by(e.first_slot)
     )
-    return [extent for row in rows for extent in _extent(row)]
-
-
-def _extent(fields: Sequence[object]) -> list[Extent]:
-    """The row's extent, or nothing when a field has not the type it should (its blocks miss)."""
-    segment_id, first_slot, block_ids, nonces, tags, *origins = fields
-    try:
-        if not isinstance(first_slot, int | float):
-            return []
-        slot = int(first_slot)
-        # Whose a block is does not matter to who reads it: damage there makes it nobody's.
-        whose = [o for o in origins if isinstance(o, bytes) and len(o) * 2 == len(_blob(block_ids))]
-        return [
-            Extent(_blob(segment_id), slot, _blob(block_ids), _blob(nonces), _blob(tags), *whose)
-        ]
-    except (TypeError, ValueError, OverflowError):
-        return []
-
-
-def _segment(m: Mapping[str, Any] | RowMapping) -> SegmentRow:
-    try:
-        return SegmentRow(
-            SegmentFacts(
-                segment_id=_blob(m["segment_id"]),
-                tenant_id=None if m["tenant_id"] is None else _blob(m["tenant_id"]),
-                namespace_digest=_blob(m["namespace"]),
-                state=SegmentState(m["state"]),
-                block_bytes=int(m["block_bytes"]),
-                blocks=int(m["blocks"]),
-                created_at=float(m["created_at"]),
-                policy_no=_optional_int(m["policy_no"]),
-                rule=str(m["rule"]),
-                retention_class=str(m["retention_class"]),
-                delete_by=_optional_time(m["delete_by"]),
-                idle_until=_optional_time(m["idle_until"]),
-                keep_until=_optional_time(m["keep_until"]),
-                hits=int(m["hits"]),
-                last_used=_optional_time(m["last_used"]),
-            ),
-            wrapped_secret=None if m["wrapped_secret"] is None else _blob(m["wrapped_secret"]),
-            commitment=_blob(m["commitment"]),
-            boot_id=str(m["boot_id"]),
-            synced=bool(m["synced"]),
-            change=int(m["change"]),
-            idle_s=_optional_time(m["idle_s"]),
-            granted=int(m["granted"]),
-            sealed_labels=None if m["sealed_labels"] is None else _blob(m["sealed_labels"]),
-        )
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise corrupt("a segment") from exc
+    return [extent for row in rows for extent in extent_of(row)]
 
 
 def chunks(ids: Iterable[_Id]) -> Iterable[list[_Id]]:
     every = list(ids)
     return (every[i : i + _IN_MAX] for i in range(0, len(every), _IN_MAX))
-
-
-def _blob(value: object) -> bytes:
-    """A column's bytes. Not ``bytes(value)``: of a damaged row's integer that makes as many zeros.
-
-    Raises:
-        TypeError: it holds something else.
-    """
-    if not isinstance(value, bytes):
-        raise TypeError("not a blob")
-    return value
-
-
-def _optional_int(value: object) -> int | None:
-    return None if value is None else int(str(value))
-
-
-def _optional_time(value: object) -> float | None:
-    """
-    Raises:
-        ValueError: no finite number: a deadline that is none would never come.
-    """
-    if value is None:
-        return None
-    number = float(str(value))
-    if not math.isfinite(number):
-        raise ValueError("not a time")
-    return number
-
-
-def blob(value: object, what: str) -> bytes:
-    """A column's bytes.
-
-    Raises:
-        CatalogCorruptError: it holds something else; `what` it is a part of.
-    """
-    if not isinstance(value, bytes):
-        raise corrupt(what)
-    return value
-
-
-def corrupt(what: str) -> CatalogCorruptError:
-    """What to raise for a row that cannot be what it says."""
-    return CatalogCorruptError(
-        f"{what} in the catalog cannot be what its row says",
-        hint="move catalog.sqlite3* away; the vault then starts empty",
-    )
 
 
 def prune_tombstones(connection: Connection, keep: int) -> None:

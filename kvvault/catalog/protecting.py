@@ -18,7 +18,7 @@ from kvvault.catalog import membership
 from kvvault.catalog import schema as t
 from kvvault.catalog.database import direct
 from kvvault.catalog.membership import PromptTable, Snapshot
-from kvvault.catalog.operations import blob
+from kvvault.catalog.rows import blob
 from kvvault.sharing import I64, Blocks, Links, Mask, Segments, Sharing
 
 _IN_FORCE = "SELECT 1 FROM holds WHERE cleared_at IS NULL AND kind IN ('subject','prompt')"

@@ -16,7 +16,8 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 from kvvault.catalog import log, operations
 from kvvault.catalog import schema as t
 from kvvault.catalog.database import direct, make_engine, pragma, translated_errors
-from kvvault.catalog.operations import LIVE, SegmentRow, TenantRow
+from kvvault.catalog.operations import LIVE
+from kvvault.catalog.rows import SegmentRow, TenantRow, blob
 from kvvault.errors import CatalogError
 
 _COVERS = "purge_covers"
@@ -213,10 +214,10 @@ def live_wraps(connection: Connection, tenant_id: bytes) -> list[Wraps]:
     s = t.segments.c
     return [
         Wraps(
-            operations.blob(row[0], "a segment"),
-            operations.blob(row[1], "a segment"),
-            operations.blob(row[2], "a segment"),
-            None if row[3] is None else operations.blob(row[3], "a segment"),
+            blob(row[0], "a segment"),
+            blob(row[1], "a segment"),
+            blob(row[2], "a segment"),
+            None if row[3] is None else blob(row[3], "a segment"),
         )
         for row in connection.execute(
             select(s.segment_id, s.namespace, s.wrapped_secret, s.sealed_labels).where(

@@ -24,10 +24,11 @@ from sqlalchemy import (
     select,
 )
 
-from kvvault.catalog import jobs, log, operations, retention
+from kvvault.catalog import jobs, log, retention
 from kvvault.catalog import schema as t
 from kvvault.catalog.jobs import RunRow
 from kvvault.catalog.retention import PolicyRow
+from kvvault.catalog.rows import blob, corrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def _deletion(row: Row[Any]) -> DeletionRow:
             purge_no=None if m["purge_no"] is None else int(m["purge_no"]),
         )
     except (TypeError, ValueError) as exc:
-        raise operations.corrupt("a deletion") from exc
+        raise corrupt("a deletion") from exc
 
 
 # -- jobs ----------------------------------------------------------------------------------------
@@ -207,10 +208,10 @@ def _names(column: ColumnElement[str], words: Sequence[str]) -> ColumnElement[bo
 def _receipt(row: Sequence[Any]) -> ReceiptRow:
     try:
         return ReceiptRow(
-            receipt_id=operations.blob(row[0], "a receipt"),
+            receipt_id=blob(row[0], "a receipt"),
             deletion_no=None if row[1] is None else int(row[1]),
             phase=str(row[2]),
             entry_no=int(row[3]),
         )
     except (TypeError, ValueError) as exc:
-        raise operations.corrupt("a receipt") from exc
+        raise corrupt("a receipt") from exc

@@ -27,6 +27,7 @@ from kvvault.catalog import log, operations, protecting
 from kvvault.catalog import schema as t
 from kvvault.catalog.log import Fact
 from kvvault.catalog.operations import LIVE, next_change
+from kvvault.catalog.rows import blob, corrupt
 from kvvault.model import SegmentFacts
 
 _TIME_MARK = "time_mark_ms"
@@ -151,7 +152,7 @@ def held_segments(connection: Connection) -> set[bytes]:
     """Ids of the live segments that a hold protects."""
     s = t.segments.c
     rows = connection.execute(select(s.segment_id).where(s.state.in_(LIVE), held()))
-    return {operations.blob(row[0], "a segment") for row in rows}
+    return {blob(row[0], "a segment") for row in rows}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def _candidates(
 ) -> list[Candidate]:
     rows = operations.list_segments(connection, where)
     kept = {
-        operations.blob(row[0], "a segment")
+        blob(row[0], "a segment")
         for row in connection.execute(
             select(t.segments.c.segment_id).where(where, held(whole=whole))
         )
@@ -264,7 +265,7 @@ def revoke(
                 select(func.count()).select_from(t.segments).where(where, held(whole=compacting))
             ).scalar_one()
         )
-        ids += [operations.blob(row[0], "a segment") for row in free]
+        ids += [blob(row[0], "a segment") for row in free]
         blocks += sum(int(row[1]) for row in free)
         data_bytes += sum(int(row[1]) * int(row[2]) for row in free)
     if not ids and not always:
@@ -411,11 +412,11 @@ def policy_row(row: Row[Any]) -> PolicyRow:
     try:
         applied_at = float(m["applied_at"])
     except (TypeError, ValueError) as exc:
-        raise operations.corrupt("a policy") from exc
+        raise corrupt("a policy") from exc
     return PolicyRow(
         int(m["policy_no"]),
-        operations.blob(m["digest"], "a policy"),
-        operations.blob(m["sealed_source"], "a policy"),
+        blob(m["digest"], "a policy"),
+        blob(m["sealed_source"], "a policy"),
         applied_at,
         str(m["actor"]),
     )

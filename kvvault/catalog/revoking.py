@@ -13,8 +13,8 @@ from kvvault.catalog import operations, retention
 from kvvault.catalog import schema as t
 from kvvault.catalog.database import direct
 from kvvault.catalog.log import Fact
-from kvvault.catalog.operations import blob, corrupt
 from kvvault.catalog.retention import Revoked
+from kvvault.catalog.rows import blob, corrupt
 from kvvault.model import ID_BYTES
 from kvvault.segments.format import MAX_SLOTS, ORIGIN_BYTES
 

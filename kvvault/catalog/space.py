@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, case, func, select, update
 
 from kvvault.catalog import schema as t
-from kvvault.catalog.operations import LIVE, SegmentGoneError, blob
+from kvvault.catalog.operations import LIVE, SegmentGoneError
+from kvvault.catalog.rows import blob
 from kvvault.catalog.writer import LOG_BYTES
 from kvvault.errors import StorageError
 from kvvault.model import SegmentState

@@ -147,8 +147,8 @@ def test_damage_is_written_down_once_however_often_it_is_met(home: Home) -> None
         for _ in range(3):
             outcomes, _ = get(vault, scope, keys(8))
         assert outcomes.count(Outcome.MISS) == 2
-        vault._report()
-        vault._report()
+        vault._watcher.report()
+        vault._watcher.report()
         vault.catalog.write(lambda _: None)  # what was submitted before is committed
         found = [e for e in vault.audit.tail(20) if e.kind == "damage-found"]
         assert vault.audit.size() == size + 1

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvvault.catalog.operations import SegmentRow
+from kvvault.catalog.rows import SegmentRow
 from kvvault.model import Namespace, RecoveryReport, SegmentFacts, SegmentState
 from kvvault.segments import format as spec
 from kvvault.segments.format import (

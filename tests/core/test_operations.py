@@ -12,7 +12,8 @@ from sqlalchemy import Connection
 
 from kvvault.catalog import operations, retention, schema
 from kvvault.catalog.catalog import Catalog
-from kvvault.catalog.operations import SegmentGoneError, TenantRow
+from kvvault.catalog.operations import SegmentGoneError
+from kvvault.catalog.rows import SegmentRow, TenantRow
 from kvvault.errors import CatalogCorruptError
 from kvvault.model import SegmentState
 from kvvault.segments.format import Extent
@@ -62,7 +63,7 @@ def add(catalog: Catalog, made: Extent) -> None:
     catalog.write(lambda c: operations.add_extent(c, made))
 
 
-def segment(catalog: Catalog, segment_id: bytes = ONE) -> operations.SegmentRow:
+def segment(catalog: Catalog, segment_id: bytes = ONE) -> SegmentRow:
     row = catalog.read(lambda c: operations.get_segment(c, segment_id))
     assert row is not None
     return row

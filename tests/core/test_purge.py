@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvvault.catalog import operations, purging
+from kvvault.catalog.rows import TenantRow
 from kvvault.crypto import keys as crypto_keys
 from kvvault.crypto.keys import tenant_key_aad
 from kvvault.crypto.providers import Assurance, EphemeralProvider
@@ -67,7 +68,7 @@ def live(vault: Vault) -> list[bytes]:
     return [one.segment_id for one in vault.segments() if one.state.live]
 
 
-def tenant_rows(vault: Vault) -> list[operations.TenantRow]:
+def tenant_rows(vault: Vault) -> list[TenantRow]:
     return vault.catalog.read(operations.list_tenants)
 
 

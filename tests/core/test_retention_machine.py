@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 from kvvault.errors import HeldError
 from kvvault.model import Outcome, SegmentFacts
 from kvvault.vault import Scope, Vault
+from kvvault.watching import mark_time
 from tests.core.support import BLOCK, ZERO, content, get, key, namespace, segment_of
 from tests.core.timed import TimedHome, clear_hold, hold, policy, put_in_force, report
 
@@ -328,7 +329,7 @@ class RetentionMachine(RuleBasedStateMachine):
         """Go on with what would lie on the disk had both processes been killed now."""
         self.report()
         for vault in self.handles:
-            vault._mark_time()
+            mark_time(vault._catalog, vault.time)
             vault._catalog.write(lambda _connection: None)
         self.killed += 1
         copy = self.base / f"copy {self.killed}"

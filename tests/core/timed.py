@@ -58,7 +58,7 @@ class TimedHome(Home):
 
 def report(vault: Vault) -> None:
     """What the vault's own thread does every second: say what was used, follow the clock."""
-    vault._report()
+    vault._watcher.report()
     vault._catalog.write(lambda _connection: None)  # what was submitted before it is committed
     vault.refresh()
 

@@ -17,6 +17,7 @@ import pytest
 from sqlalchemy import ColumnElement, Connection, select
 
 from kvvault.catalog import operations, schema
+from kvvault.catalog.rows import SegmentRow
 from kvvault.model import Outcome
 from kvvault.segments.io import SegmentFile
 from kvvault.vault import Vault
@@ -252,7 +253,7 @@ def test_a_row_committed_while_recovery_looks_is_seen(
 
     def too_early(
         connection: Connection, where: ColumnElement[bool] | None = None
-    ) -> list[operations.SegmentRow]:
+    ) -> list[SegmentRow]:
         nonlocal calls
         calls += 1
         return [] if calls == 1 else real(connection, where)
