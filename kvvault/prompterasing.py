@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,12 +20,12 @@ import numpy as np
 from sqlalchemy import Connection
 
 from kvvault.audit.receipts import Kept
-from kvvault.catalog import membership, protecting, retention
+from kvvault.catalog import membership, operations, protecting, retention
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.log import Fact
 from kvvault.deleting import Chosen, DeletionPlan, DeletionReport, Particulars, Targets, Trigger
 from kvvault.erasing import AskEngine, BlockEraser, Decision
-from kvvault.errors import HeldError
+from kvvault.errors import HeldError, KvvaultError
 from kvvault.keyring import KeyRing
 from kvvault.promptfacts import Condition, Mask, State
 from kvvault.prompts import Prompts
@@ -106,6 +107,7 @@ class PromptEraser:
         if numbers is not None:
             meant = meant & np.isin(state.snapshot.prompts.number, np.array([*numbers], np.int64))
         tenants = {tenant_id for tenant_id, _ in state.snapshot.scopes.values()}
+        self._open_keys(tenants)
         return self._catalog.read(
             partial(
                 self._plan,
@@ -116,6 +118,14 @@ class PromptEraser:
                 tenant_id=next(iter(tenants)) if tenant is not None and tenants else None,
             )
         )
+
+    def _open_keys(self, tenants: Iterable[bytes]) -> None:
+        """Log and receipt name prompts by ids that take their tenants' keys, and a transaction must
+        not wait for the key provider. Of keys that cannot be had nothing is named."""
+        for row in self._catalog.read(operations.list_tenants):
+            if row.tenant_id in tenants:
+                with suppress(KvvaultError):
+                    self._ring.tenant(row)
 
     def execute(
         self,

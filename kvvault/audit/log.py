@@ -185,17 +185,28 @@ class AuditLog:
 
         Raises:
             FormatError: the receipt is not genuine, or not in this log.
+            CatalogCorruptError: the log is not what it was at the newest checkpoint; nothing is
+                signed.
             VaultKeyError, StorageError, CatalogError.
         """
         entry = receipt.entry
+        newest = self._newest()
+        signed = 0 if newest is None else newest[1].size
         leaves: list[bytes] = []
         body = ""
-        for index, body in self.bodies():
+        for index, one in self.bodies():
             if index != len(leaves):
                 raise _altered()
-            leaves.append(merkle.leaf_hash(log.raw(body)))
+            leaves.append(merkle.leaf_hash(log.raw(one)))
             if index == entry:
+                body = one
+            if len(leaves) > entry and len(leaves) >= signed:
                 break
+        if newest is not None and (
+            len(leaves) < signed or merkle.root(leaves[:signed]) != newest[1].root
+        ):
+            raise _altered()
+        del leaves[max(entry, 0) + 1 :]
         checkpoint = Checkpoint(self._origin, len(leaves), merkle.root(leaves))
         if not 0 <= entry < len(leaves):
             raise FormatError(

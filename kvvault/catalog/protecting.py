@@ -9,8 +9,6 @@ worked out where it matters, in the transaction that would take keys away, and w
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 from sqlalchemy import Connection, delete, insert, select
 
@@ -86,16 +84,6 @@ def held_prompts(connection: Connection, state: Snapshot, *, parts: bool = False
         scopes = [no for no, (tenant_id, _) in state.scopes.items() if tenant_id in kept["tenant"]]
         found |= np.isin(table.scope, np.array(scopes, np.int64))
     return found & ~table.gone
-
-
-def any_held(connection: Connection, numbers: Collection[int]) -> int:
-    """How many of these prompts holds keep now."""
-    rows, _ = direct(connection, "SELECT 1 FROM holds WHERE cleared_at IS NULL LIMIT 1")
-    if not rows or not numbers:
-        return 0
-    state = membership.snapshot(connection)
-    chosen = np.isin(state.prompts.number, np.array(sorted(numbers), np.int64))
-    return int(np.count_nonzero(held_prompts(connection, state) & chosen))
 
 
 def _segments(state: Snapshot, held: Mask) -> list[bytes]:

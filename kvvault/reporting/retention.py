@@ -250,11 +250,7 @@ def _held(source: Source, late: Overdue, names: dict[bytes | None, str]) -> Tabl
     by_segment = {facts.segment_id: facts for facts in late.held}
     found = []
     for hold in held:
-        mine = [
-            facts
-            for facts in by_segment.values()
-            if hold.target in (facts.segment_id, facts.tenant_id)
-        ]
+        mine = [facts for facts in by_segment.values() if facts.segment_id in hold.segment_ids]
         found.append(
             (
                 hold.number,
