@@ -5,7 +5,7 @@ changing what is stored.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -13,6 +13,7 @@ from typing import Self
 from kvvault import inventory, keylooking, layout, tenants
 from kvvault.applying import PolicyDiff
 from kvvault.audit.log import AuditLog
+from kvvault.audit.receipts import EngineCopy
 from kvvault.catalog import log as audit_log
 from kvvault.catalog import operations, purging, retention
 from kvvault.catalog.catalog import Catalog
@@ -202,6 +203,21 @@ class OpenVault:
             catalog.write(note)
         finally:
             catalog.close()
+
+    def note_engine(self, deletion_no: int | None, copies: Sequence[EngineCopy]) -> None:
+        """Write down what became of an engine's copies after a deletion whose receipt cannot say
+        it: an entry of the audit log. Not of a vault that is open for reading.
+
+        Raises:
+            StorageError, CatalogError.
+        """
+        self._check_open()
+        facts: dict[str, Fact] = {
+            "deletion": deletion_no,
+            "copies": [f"{one.what}: {one.detail}" for one in copies],
+        }
+        at = self._time.steady()
+        self._catalog.write(partial(audit_log.append, kind="engine-asked", at=at, facts=facts))
 
     # -- what is there -----------------------------------------------------------------------------
 

@@ -243,15 +243,18 @@ class AuditLog:
 
         def look(
             connection: Connection,
-        ) -> tuple[int, Sequence[CheckpointRow], Sequence[ReceiptRow]]:
+        ) -> tuple[int, Sequence[int], Sequence[CheckpointRow], Sequence[ReceiptRow]]:
             return (
                 log.next_index(connection),
+                log.stray(connection),
                 log.checkpoints(connection),
                 receipts.list_receipts(connection),
             )
 
-        size, stored, kept = self._catalog.read(look)
-        findings = []
+        size, stray, stored, kept = self._catalog.read(look)
+        findings = [
+            Finding(f"entry {index}", "put in: no entry has that number") for index in stray
+        ]
         notes = list(against)
         for row in stored:
             name = f"of {row.size} entries, in the catalog"

@@ -1,48 +1,42 @@
 """Receipts: what was deleted, by whom, how, and what that is worth; signed, for somebody else.
 
-A deletion has two. `revoked` is made in the transaction that takes the keys away: from then on
-nothing of it is served. `purged` is made when the purge that covers it is verified: from then on
-nobody opens any copy of it, as far as the key provider's assurance goes. The second names the
-digest of the first. What goes by itself, expired or evicted, has an entry in the log each time and
-one `purged` receipt per purge that sums it up: on a busy vault it goes many times a minute, and
-nobody asks for a paper on each.
+A deletion has two. `revoked` is made in the transaction that takes the keys away, or revokes single
+blocks (then the keys go soon after): from then on nothing of it is served. `purged` is made when
+the purge that covers it is verified: from then on nobody opens any copy of it, as far as the key
+provider's assurance goes. The second names the digest of the first. What goes by itself, expired or
+evicted, has an entry in the log each time and one `purged` receipt per purge that sums it up: on a
+busy vault it goes many times a minute, and nobody asks for a paper on each.
 
 Fields are those of a certificate of sanitization (NIST SP 800-88, section 4.8) that apply, and
-what makes them checkable. What is signed is the canonical JSON (RFC 8785) of the receipt; its
-SHA-256 stands in an entry of the log. A file holds an *envelope*::
-
-    {"receipt": {...}, "signature": base64, "public_key": base64,
-     "log": {"entry": n, "body": ..., "size": m, "proof": [base64, ...], "checkpoint": note}}
-
-`log`, which is only there when it was asked for, shows that the entry is in the log.
+what makes them checkable. The file that holds it: `kvvault.audit.envelope`.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 from sqlalchemy import Connection
 
 from kvvault import __version__
 from kvvault.audit.checkpoint import origin_of
+from kvvault.audit.envelope import Json, Proof, Receipt, parse
 from kvvault.catalog import log, receipts, retention
 from kvvault.catalog.log import Fact, canonical, exactly
 from kvvault.catalog.purging import PurgeRow
 from kvvault.catalog.receipts import DeletionRow, DeletionSums
 from kvvault.crypto.aead import random_id
 from kvvault.crypto.providers.base import ProviderInfo
-from kvvault.crypto.signing import Signer, is_signed
+from kvvault.crypto.signing import Signer
 from kvvault.errors import FormatError
 
 __all__ = [
     "AUTOMATIC",
+    "ERASE",
     "TECHNICAL",
     "DeletionFacts",
     "EngineCopy",
@@ -53,8 +47,6 @@ __all__ = [
     "parse",
 ]
 
-Json: TypeAlias = Mapping[str, Any]
-
 REVOKED: Final = "revoked"
 PURGED: Final = "purged"
 AUTOMATIC: Final = frozenset({"expire", "evict"})
@@ -62,9 +54,12 @@ AUTOMATIC: Final = frozenset({"expire", "evict"})
 TECHNICAL: Final = "compact"
 """Trigger of what is a part of another deletion: its entry in the log is all there is."""
 
+ERASE: Final = "erase"
+"""Trigger of deletions of single blocks: the keys of their segments go after the blocks, when what
+stays is in other segments."""
+
 _MAX_KEY_IDS: Final = 1000
 """More are given as a digest of all of them."""
-_MAX_FILE: Final = 4 << 20
 _METHOD: Final = (
     "cryptographic erase (NIST SP 800-88): AES-256-GCM keys of the data are destroyed, "
     "the files emptied and unlinked"
@@ -73,6 +68,12 @@ _MEDIA: Final = "files of a kvvault vault, never written in plaintext, on this m
 _REVOKED_CHECK: Final = (
     "the keys left the catalog in the transaction that issued this receipt; reads that had begun "
     "before are waited for"
+)
+_ERASED_CHECK: Final = (
+    "the blocks were revoked in the catalog in the transaction that issued this receipt, and no "
+    "process serves them; reads that had begun before are waited for. The key of a segment listed "
+    "here is destroyed when what else is in the segment has been written to another one: at once "
+    "as a rule, and in any case before the second receipt"
 )
 _PURGED_CHECK: Final = (
     "no row of the catalog was under the old root key; unwrapping with it was tried after its "
@@ -123,7 +124,8 @@ class DeletionFacts:
     revoked_at: float
     """Seconds since the epoch, by the vault's own time."""
     segment_ids: Sequence[bytes]
-    """Segments whose keys were destroyed."""
+    """Segments whose keys were destroyed; with the trigger `erase`: that the blocks were in, whose
+    keys are destroyed before the second receipt."""
     blocks: int
     data_bytes: int
     scope: Mapping[str, Fact] = field(default_factory=dict)
@@ -132,146 +134,6 @@ class DeletionFacts:
     """How many prompts went; None where it is not by prompt."""
     kept: Kept = Kept()
     engine: Sequence[EngineCopy] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """That an entry is in the log, as of a checkpoint."""
-
-    entry: int
-    body: str
-    size: int
-    proof: tuple[bytes, ...]
-    checkpoint: str
-    """Signed note."""
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """A receipt and its signature; not checked by itself (`kvvault.audit.verifying`)."""
-
-    content: Json
-    signature: bytes
-    public_key: bytes
-    proof: Proof | None = None
-
-    @property
-    def signed(self) -> bytes:
-        """What the signature is over."""
-        return exactly(self.content).encode()
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of that, in hex, as log and second receipt name it."""
-        return hashlib.sha256(self.signed).hexdigest()
-
-    @property
-    def authentic(self) -> bool:
-        """Whether the holder of `public_key` signed it."""
-        return is_signed(self.public_key, self.signed, self.signature)
-
-    @property
-    def receipt_id(self) -> str:
-        return str(self.content.get("id", ""))
-
-    @property
-    def phase(self) -> str:
-        return str(self.content.get("phase", ""))
-
-    @property
-    def entry(self) -> int:
-        """The entry of the log that names its digest; -1 where it does not say."""
-        found = self.content.get("log")
-        index = found.get("entry") if isinstance(found, Mapping) else None
-        return index if isinstance(index, int) else -1
-
-    @property
-    def envelope(self) -> dict[str, object]:
-        """As it is handed over."""
-        whole: dict[str, object] = {
-            "receipt": self.content,
-            "signature": _encoded(self.signature),
-            "public_key": _encoded(self.public_key),
-        }
-        if self.proof is not None:
-            whole["log"] = {
-                "entry": self.proof.entry,
-                "body": self.proof.body,
-                "size": self.proof.size,
-                "proof": [_encoded(one) for one in self.proof.proof],
-                "checkpoint": self.proof.checkpoint,
-            }
-        return whole
-
-    @property
-    def document(self) -> str:
-        """The envelope as canonical JSON."""
-        return exactly(self.envelope)
-
-
-def parse(text: str) -> Receipt:
-    """A receipt from its envelope. Says nothing about whether it is genuine.
-
-    Raises:
-        FormatError: it is no envelope of a receipt.
-    """
-    try:
-        if len(text) > _MAX_FILE:
-            raise ValueError("too long")
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-        if not isinstance(found, dict) or not isinstance(found["receipt"], dict):
-            raise TypeError("not an object")
-        if set(found) - {"receipt", "signature", "public_key", "log"}:
-            raise ValueError("more than an envelope has")
-        exactly(found)
-        proof = found.get("log")
-        return Receipt(
-            found["receipt"],
-            _decoded(found["signature"]),
-            _decoded(found["public_key"]),
-            None if proof is None else _proof(proof),
-        )
-    except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as exc:
-        raise FormatError(
-            "that is not a receipt of kvvault",
-            hint="give the file that `kvvault receipt show ID --format json` wrote",
-        ) from exc
-
-
-def _proof(found: Any) -> Proof:
-    if set(found) != {"entry", "body", "size", "proof", "checkpoint"}:
-        raise ValueError("not a proof")
-    entry, size, body, note = found["entry"], found["size"], found["body"], found["checkpoint"]
-    if type(entry) is not int or type(size) is not int:
-        raise TypeError("not a number")
-    if not isinstance(body, str) or not isinstance(note, str):
-        raise TypeError("not a text")
-    return Proof(entry, body, size, tuple(_decoded(one) for one in found["proof"]), note)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
-    return found
-
-
-def _no_constant(_text: str) -> None:
-    raise ValueError("not a number of JSON")
-
-
-def _encoded(raw: bytes) -> str:
-    return base64.b64encode(raw).decode()
-
-
-def _decoded(text: str) -> bytes:
-    try:
-        raw = base64.b64decode(text.encode("ascii"), validate=True)
-    except binascii.Error as exc:
-        raise ValueError("not base64") from exc
-    if _encoded(raw) != text:
-        raise ValueError("not as an encoder writes it")
-    return raw
 
 
 # -- issuing -------------------------------------------------------------------------------------
@@ -326,7 +188,7 @@ class Issuer:
                 for one in facts.engine
             ],
             "verification": {
-                "method": _REVOKED_CHECK,
+                "method": _ERASED_CHECK if facts.trigger == ERASE else _REVOKED_CHECK,
                 "result": "revoked; unrecoverable only after the purge, see the second receipt",
                 "at": moment(facts.revoked_at),
             },

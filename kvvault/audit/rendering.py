@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from kvvault.audit.receipts import PURGED, Receipt
+from kvvault.audit.receipts import ERASE, PURGED, Receipt
 
 __all__ = ["as_html", "as_markdown", "sections"]
 
@@ -64,7 +64,7 @@ def sections(receipt: Receipt) -> list[Section]:
     out."""
     said = receipt.content
     found: list[Section] = [
-        ("What was deleted", _deletion(_map(said.get("deletion")))),
+        ("What was deleted", _deletion(_map(said.get("deletion")), receipt.phase)),
         ("What stayed, and why", _kept(said)),
         ("How", _how(said)),
         ("What that is worth", _worth(said)),
@@ -78,7 +78,9 @@ def _title(receipt: Receipt) -> str:
     return f"Receipt {receipt.receipt_id}: {phase}"
 
 
-def _deletion(said: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _deletion(said: Mapping[str, Any], phase: str) -> list[tuple[str, str]]:
+    # Single blocks: in the first receipt the keys of their segments are yet to go.
+    yet = said.get("trigger") == ERASE and phase != PURGED
     keys = _map(said.get("keys"))
     ids = [str(one) for one in keys.get("ids", [])]
     shown = ", ".join(ids[:_SHOWN_IDS])
@@ -96,8 +98,8 @@ def _deletion(said: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Blocks", said.get("blocks")),
         ("Bytes", said.get("bytes")),
         ("Segments", said.get("segments")),
-        ("Keys destroyed", keys.get("count")),
-        ("Ids of the keys", shown or keys.get("sha256")),
+        ("Segments concerned" if yet else "Keys destroyed", keys.get("count")),
+        ("Ids of the segments" if yet else "Ids of the keys", shown or keys.get("sha256")),
         ("Policy in force (SHA-256)", said.get("policy_sha256")),
         ("Revoked at", said.get("revoked_at")),
         ("The last of them at", said.get("revoked_until")),

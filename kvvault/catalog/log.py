@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import rfc8785
-from sqlalchemy import Connection, Float, LargeBinary, cast, func, insert, select
+from sqlalchemy import (
+    Connection,
+    Float,
+    LargeBinary,
+    bindparam,
+    cast,
+    exists,
+    insert,
+    select,
+)
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from kvvault.catalog import schema as t
@@ -26,6 +35,8 @@ Fact: TypeAlias = str | int | float | bool | list[str] | None
 
 _MOST: Final = (1 << 53) - 1
 """The largest whole number of JSON."""
+LAST_INDEX: Final = (1 << 40) - 1
+"""Nobody comes to more entries: with a thousand a second it takes 34 years."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +95,47 @@ def link_of(body: str) -> str:
     return hashlib.sha256(raw(body)).hexdigest()[:32]
 
 
+_INDEX = t.log_entries.c.entry_no
+_BEFORE = t.log_entries.alias()
 _NEWEST = (
-    # An index that nobody can have come to must not keep what happens from being written down.
-    select(t.log_entries.c.entry_no, cast(t.log_entries.c.body, LargeBinary))
-    .where(t.log_entries.c.entry_no.between(0, _MOST))
-    .order_by(t.log_entries.c.entry_no.desc())
+    select(_INDEX, cast(t.log_entries.c.body, LargeBinary))
+    .where(_INDEX.between(0, bindparam("last")))
+    .order_by(_INDEX.desc())
+    .limit(1)
+)
+_FIRST_OF_LAST = (
+    # The first of the unbroken row of indices that ends with the last one there can be.
+    select(_INDEX)
+    .where(
+        _INDEX.between(0, LAST_INDEX),
+        ~exists().where(_BEFORE.c.entry_no == _INDEX - 1),
+    )
+    .order_by(_INDEX.desc())
     .limit(1)
 )
 _INSERT = insert(t.log_entries)
 # Made once: building a statement costs as much as running it.
 
 
+def _newest(connection: Connection) -> tuple[int, str] | None:
+    """Index and body of the entry after which the next one comes.
+
+    Rows with an index that nobody can have come to are none of the log: whoever put them there must
+    not keep what happens from being done and written down. `stray` finds them.
+    """
+    newest = connection.execute(_NEWEST, {"last": LAST_INDEX}).first()
+    if newest is not None and newest[0] == LAST_INDEX:
+        first = connection.execute(_FIRST_OF_LAST).scalar_one()
+        newest = connection.execute(_NEWEST, {"last": first - 1}).first()
+    return None if newest is None else (newest[0], text(newest[1]))
+
+
 def append(connection: Connection, kind: str, at: float, facts: Mapping[str, Fact]) -> int:
     """Add an entry; its index. `at`: seconds since the epoch, by the vault's own time, kept to the
     millisecond. Costs about half a millisecond."""
-    newest = connection.execute(_NEWEST).first()
-    index = 0 if newest is None else int(newest[0]) + 1
-    link = {} if newest is None else {"prev": link_of(text(newest[1]))}
+    newest = _newest(connection)
+    index = 0 if newest is None else newest[0] + 1
+    link = {} if newest is None else {"prev": link_of(newest[1])}
     body = canonical({**facts, "kind": kind, "at": round(at, 3), **link})
     connection.execute(_INSERT, {"entry_no": index, "body": body})
     return index
@@ -108,11 +143,14 @@ def append(connection: Connection, kind: str, at: float, facts: Mapping[str, Fac
 
 def next_index(connection: Connection) -> int:
     """Which index the next entry gets."""
-    entry = t.log_entries.c
-    newest = connection.execute(
-        select(func.max(entry.entry_no)).where(entry.entry_no.between(0, _MOST))
-    ).scalar()
-    return 0 if newest is None else int(newest) + 1
+    newest = _newest(connection)
+    return 0 if newest is None else newest[0] + 1
+
+
+def stray(connection: Connection) -> Sequence[int]:
+    """Indices below zero, which no entry has, the first thousand. Those that are too large are at
+    the end of `entries`."""
+    return list(connection.scalars(select(_INDEX).where(_INDEX < 0).order_by(_INDEX).limit(1000)))
 
 
 def entries(connection: Connection, start: int = 0, limit: int = -1) -> Sequence[tuple[int, str]]:

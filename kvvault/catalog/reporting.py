@@ -173,8 +173,9 @@ def receipt_document(connection: Connection, receipt_id: bytes) -> str:
 def entries_naming(connection: Connection, words: Sequence[str]) -> list[EntryRow]:
     """The same, of the log's entries."""
     e = t.log_entries.c
-    statement = select(e.entry_no, e.body).where(_names(e.body, words)).order_by(e.entry_no)
-    return [EntryRow(int(row[0]), str(row[1])) for row in connection.execute(statement)]
+    body = cast(e.body, LargeBinary)
+    statement = select(e.entry_no, body).where(_names(e.body, words)).order_by(e.entry_no)
+    return [EntryRow(int(row[0]), log.text(row[1])) for row in connection.execute(statement)]
 
 
 def events(
@@ -196,7 +197,7 @@ def facts_of(entry: EntryRow) -> Mapping[str, object]:
     """What an entry says; nothing where it is damaged (`kvvault audit verify` says so)."""
     try:
         facts = json.loads(entry.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}
 

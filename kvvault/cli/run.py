@@ -6,10 +6,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -136,6 +136,7 @@ def command(
         def callback(context: typer.Context, **values: object) -> int | None:
             shared = {option: values.pop(option) for option in common}
             session: Session = context.obj
+            _check_text(context.command.params, values)
             if shows_warnings:
                 session.warnings = []
             run = _start(session, shared)
@@ -165,6 +166,34 @@ def command(
 
 
 _KEYWORD: Final = inspect.Parameter.KEYWORD_ONLY
+
+
+_FILES: Final = ("FILE", "DIR", "PATH", "MODEL", "RECEIPT", "KEY")
+"""In the metavar of what may be the name of a file, which is whatever bytes the system has."""
+
+
+def _check_text(parameters: Sequence[Any], values: Mapping[str, object]) -> None:
+    """
+    :param parameters: click's own description of them.
+    :raises UsageError: what is kept or looked for as text is none. Does not repeat it.
+    """
+    for parameter in parameters:
+        given = values.get(parameter.name or "")
+        texts = given if isinstance(given, list) else [given]
+        metavar = str(parameter.metavar or "")
+        if any(word in metavar for word in _FILES):
+            continue
+        if not all(_is_text(text) for text in texts if isinstance(text, str)):
+            name = parameter.opts[0] if parameter.param_type_name == "option" else metavar
+            raise UsageError(f"{name}: that is not text", hint="write it in UTF-8")
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _start(session: Session, shared: Mapping[str, object]) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ from kvvault.crypto.providers import EphemeralProvider
 from kvvault.crypto.providers.base import Assurance
 from kvvault.crypto.signing import Signer
 from kvvault.deleting import Trigger
-from kvvault.errors import CatalogCorruptError, FormatError, KeyDestroyedError, UsageError
+from kvvault.errors import (
+    CatalogCorruptError,
+    FormatError,
+    KeyDestroyedError,
+    StorageError,
+    UsageError,
+)
 from kvvault.vault import Vault
 from tests.audit.conftest import SECRETS, Past
 from tests.core.support import BLOCK, Home, keys, namespace, put
@@ -364,6 +371,29 @@ def test_a_number_that_could_be_another_is_no_receipt(past: Past, number: str) -
         assert check_receipt(parse(changed), past.key)
 
 
+@pytest.mark.parametrize("written", ["1.0", "10e-1", "1E0", "1e+0", "0.1e1", "true"])
+def test_a_number_in_another_form_is_no_receipt(past: Past, written: str) -> None:
+    """The signature is over the number; what is read by people and other programs is the form."""
+    document = past.receipts[0].document
+    changed = document.replace('"version":1', f'"version":{written}')
+    assert changed != document
+    with contextlib.suppress(FormatError):
+        assert check_receipt(parse(changed), past.key)
+    zero = document.replace('"held_blocks":0', '"held_blocks":-0')
+    assert zero != document
+    with pytest.raises(FormatError):
+        parse(zero)
+    proven = past.receipts[0].document.replace('"receipt"', ' "receipt" ').replace(":{", ":\n{")
+    assert check_receipt(parse(proven), past.key) == []
+
+
+@pytest.mark.parametrize("number", [1.5, 1e21, 5e-7, 0.1])
+def test_a_fraction_is_read_as_it_was_written(past: Past, number: float) -> None:
+    content = {**past.receipts[0].content, "number": number}
+    receipt = replace(past.receipts[0], content=content)
+    assert parse(receipt.document) == receipt
+
+
 def test_a_name_that_is_there_twice_is_no_receipt(past: Past) -> None:
     text = past.receipts[0].document
     with pytest.raises(FormatError):
@@ -371,6 +401,43 @@ def test_a_name_that_is_there_twice_is_no_receipt(past: Past) -> None:
 
 
 # -- for people ------------------------------------------------------------------------------------
+
+
+def test_an_erasure_says_when_keys_go(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are revoked at once; the keys of their segments go when the rest is elsewhere."""
+    with home.create() as vault:
+        scope = vault.scope("acme", namespace())
+        put(vault, scope, keys(4))
+        with monkeypatch.context() as patch:
+            patch.setattr(vault._rewriter, "copy", _full)
+            plan = vault.plan_blocks(scope, keys(1))
+            done = vault.execute(plan, actor="operator", reason="one")
+        assert done.waiting_segments == 1
+        [first] = receipts(vault)
+        [ident] = first.content["deletion"]["keys"]["ids"]
+        assert bytes.fromhex(ident) in segments(vault)  # its key is there
+        assert "the keys left the catalog" not in first.content["verification"]["method"]
+        assert "before the second receipt" in first.content["verification"]["method"]
+        for text in (as_markdown(first), as_html(first)):
+            assert "Keys destroyed" not in text
+            assert "Segments concerned" in text
+            assert ident in text
+        vault.reconcile()
+        assert bytes.fromhex(ident) not in segments(vault)
+        vault.purge()
+        second = receipts(vault)[-1]
+        assert second.content["revoked_receipt"]["id"] == first.receipt_id
+        assert "Keys destroyed" in as_html(second)
+        assert "Segments concerned" not in as_html(second)
+        removed = vault.plan_segments(segments(vault))
+        vault.execute(removed, actor="operator", reason="all")
+        third = receipts(vault)[-1]
+        assert "the keys left the catalog" in third.content["verification"]["method"]
+        assert "Keys destroyed" in as_html(third)
+
+
+def _full(*_: object) -> int:
+    raise StorageError("no space", hint="make some")
 
 
 def test_both_renderings_say_what_counts(past: Past) -> None:

@@ -21,7 +21,7 @@ from kvvault.catalog.log import canonical, link_of
 from kvvault.crypto.signing import Signer
 from kvvault.errors import CatalogCorruptError, FormatError
 from tests.audit.conftest import Past
-from tests.core.support import Home, flip
+from tests.core.support import Home, flip, keys, namespace, put
 
 
 def verify(home: Home, *outside: str) -> Verification:
@@ -198,14 +198,54 @@ def test_a_log_that_was_altered_is_not_signed(past: Past, tampered: Home) -> Non
             vault.audit.checkpoint()
 
 
-def test_an_index_that_nobody_came_to_stops_nothing(past: Past, tampered: Home) -> None:
+@pytest.mark.parametrize(
+    ("strays", "body"),
+    [
+        ([(1 << 63) - 1], "'x'"),
+        ([(1 << 53) - 1], "'{}'"),
+        ([(1 << 53) - 1 - n for n in range(3)], "7"),
+        ([1 << 40], "1e999"),
+        ([(1 << 40) - 1], "x'ff00'"),
+        ([*((1 << 40) - 1 - n for n in range(3)), 1 << 41], "'x'"),
+        ([1 << 30], "CAST(x'ff' AS TEXT)"),
+        ([-7, -(1 << 63)], "'{}'"),
+    ],
+)
+def test_an_index_that_nobody_came_to_stops_nothing(
+    past: Past, tampered: Home, strays: list[int], body: str
+) -> None:
+    """Deletions above all; and it is found."""
     with tampered.sql() as sql:
-        sql.execute("INSERT INTO log_entries VALUES (9223372036854775807, 'x')")
+        (before,) = sql.execute("SELECT count(*) FROM log_entries").fetchone()
+        for index in strays:
+            sql.execute(f"INSERT INTO log_entries VALUES ({index}, {body})")  # noqa: S608
     with tampered.open() as vault:
-        before = vault.audit.size()
+        scope = vault.scope("another", namespace())
+        put(vault, scope, keys(2))
+        plan = vault.plan_blocks(scope, keys(1))
+        assert vault.execute(plan, actor="operator", reason="why").blocks == 1
+        if strays != [1 << 30]:  # whose number somebody may have come to
+            receipt = parse(vault.audit.receipts()[-1].document)
+            assert receipt.entry >= before
+            assert vault.audit.prove(receipt).proof is not None
+            added = [entry for entry in vault.audit.bodies(before) if entry[0] not in strays]
+            assert [index for index, _ in added] == list(range(before, vault.audit.size()))
+    found = places(verify(tampered))
+    if strays[0] < 0:
+        assert {f"entry {index}" for index in strays} <= found
+    else:
+        assert any(place.startswith("entries from ") for place in found)
+
+
+def test_rows_that_fill_the_log_are_found(past: Past, tampered: Home) -> None:
+    """An index that the next entry would have had is taken as one: what follows names another."""
+    with tampered.sql() as sql:
+        (size,) = sql.execute("SELECT count(*) FROM log_entries").fetchone()
+        sql.execute(f"INSERT INTO log_entries VALUES ({size}, 'x')")  # noqa: S608
+    with tampered.open() as vault:
         vault.accept_clock()
-        assert vault.audit.size() == before + 1
-    assert f"entries from {before + 1} on" in places(verify(tampered))
+        assert vault.audit.size() == size + 2
+    assert f"entry {size}" in places(verify(tampered))
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvvault.cli.output import Output
+from kvvault.promptfacts import Condition
 from kvvault.vault import Vault
 from tests.cli.conftest import Place
 from tests.cli.support import BLOCK, NAMESPACE, TENANTS, run
@@ -96,11 +98,13 @@ def test_what_a_hold_keeps(filled: Place) -> None:
     done = run("erase", "--tenant", TENANTS[0], "--label", "team=x", *WHY, "--yes", *filled.flags)
     assert (done.code, "because a hold keeps it: 1 prompts" in done.out) == (3, True)
     assert set(left(filled)) == {"r2", "r3"}
-    everything = run("erase", "--tenant", TENANTS[0], *WHY, "--yes", *filled.flags)
-    assert everything.code == 3
+    line = ("erase", "--tenant", TENANTS[0], *WHY, "--more-than-half", "--yes")
+    assert run(*line, *filled.flags).code == 3
     assert set(left(filled)) == {"r2", "r3"}
     assert run("hold", "clear", "1", "--reason", "over", "--yes", *filled.flags).code == 0
-    assert run("erase", "--tenant", TENANTS[0], *WHY, "--yes", *filled.flags).code == 0
+    everything = run("erase", "--tenant", TENANTS[0], *WHY, "--yes", *filled.flags)
+    assert (everything.code, "--more-than-half" in everything.err) == (2, True)
+    assert run(*line, *filled.flags).code == 0
     assert set(left(filled)) == {"r3"}
 
 
@@ -114,6 +118,13 @@ def test_what_a_hold_keeps(filled: Place) -> None:
         ("--subject", "joe", "--tenant", "nobody"),
         ("--subject", "joe", "--engine", "ftp://127.0.0.1/"),
         ("--text-file", "/nowhere", "--tenant", TENANTS[0]),
+        ("--subject", "jo\udcff"),
+        ("--request", "jo\udcff"),
+        ("--prompt", "jo\udcff"),
+        ("--label", "team=x", "--label", "jo\udcff=x"),
+        ("--tenant", "jo\udcff"),
+        ("--subject", "joe", "--tenant", "jo\udcff"),
+        ("--subject", "joe", "--actor", "jo\udcff"),
     ],
 )
 def test_bad_input(filled: Place, options: tuple[str, ...]) -> None:
@@ -122,6 +133,74 @@ def test_bad_input(filled: Place, options: tuple[str, ...]) -> None:
     assert result.code == 2
     result.assert_two_lines()
     assert left(filled) == before
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("prompts", "ls", "--subject", "jo\udcff"),
+        ("prompts", "ls", "--tenant", "jo\udcff"),
+        ("prompts", "show", "jo\udcff"),
+        ("hold", "set", "--tenant", "jo\udcff", "--reason", "a case"),
+        ("hold", "set", "--tenant", TENANTS[0], "--subject", "jo\udcff", "--reason", "a case"),
+        ("forget", "jo\udcff", "--reason", "left", "--yes"),
+    ],
+)
+def test_what_is_no_text_anywhere(filled: Place, line: tuple[str, ...]) -> None:
+    result = run(*line, *filled.flags)
+    assert result.code == 2
+    result.assert_two_lines()
+
+
+@pytest.mark.parametrize("options", [("--label", "team=x"), ("--tenant", TENANTS[0])])
+def test_more_than_half_needs_to_be_said(filled: Place, options: tuple[str, ...]) -> None:
+    with Vault.open(filled.path, provider=filled.key) as vault:
+        for tenant in TENANTS:  # what persists is of prompts, then
+            others = [f"{tenant}-{i}".encode() for i in range(6)]
+            vault.execute(vault.plan_blocks(vault.scope(tenant, NAMESPACE), others))
+    before = left(filled)
+    looked = run("erase", *options, *WHY, "--dry-run", "--json", *filled.flags)
+    assert (looked.code, looked.document["more_than_half"]) == (0, True)
+    refused = run("erase", *options, *WHY, "--yes", *filled.flags)
+    assert refused.code == 2
+    refused.assert_two_lines()
+    assert "--more-than-half" in refused.err
+    assert left(filled) == before
+    little = run("erase", "--request", "r1", *WHY, "--yes", "--json", *filled.flags)
+    assert (little.code, little.document["more_than_half"]) == (0, False)
+    done = run("erase", *options, *WHY, "--yes", "--more-than-half", *filled.flags)
+    assert done.code == 0
+    assert set(left(filled)) == ({"r3"} if "--tenant" in options else set())
+
+
+def test_what_came_after_the_question_is_not_erased(
+    filled: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what went meanwhile is told."""
+    asked: list[str] = []
+
+    def confirm(_output: Output, question: str, *, yes: bool) -> None:
+        asked.append(question)
+        assert not yes
+        with Vault.open(filled.path, provider=filled.key) as vault:
+            scope = vault.scope(TENANTS[1], NAMESPACE)
+            prompt = vault.prompt(scope, request_id="r4", subject="joe", labels={})
+            vault.put(scope, [b"later"], [bytes(BLOCK)], prompt=prompt, ends=[16])
+            vault.record(prompt, {b"later": 16})
+            vault.settle_prompts()
+            gone = vault.plan_erasure([Condition("request", "=", "r1")])
+            vault.erase(gone, actor="somebody", reason="else")
+
+    monkeypatch.setattr(Output, "confirm", confirm)
+    line = ("erase", "--older-than", "0s", *WHY, "--more-than-half", "--json", *filled.flags)
+    done = run(*line)
+    assert done.code == 0
+    assert asked[0].startswith("Erase 3 prompts")
+    assert len(done.document["prompts"]) == 2
+    assert done.document["later_prompts"] == 1
+    assert "1 prompts and" in done.err
+    assert "1 more prompts came after" in done.err
+    assert left(filled) == {"r4": 1}
 
 
 def test_without_a_terminal_it_needs_yes(filled: Place) -> None:
@@ -177,6 +256,30 @@ def test_the_engines_copies(filled: Place, answer: int, reached: bool) -> None:
     shown = run("receipt", "show", done.document["receipt"], "--format", "json", *filled.flags)
     said = json.loads(shown.out)["receipt"]["engine_copies"]
     assert {one["what"]: one["reached"] for one in said} == copies
+
+
+@pytest.mark.parametrize(("answer", "code"), [(200, 0), (404, 0), (500, 3)])
+def test_the_engines_copies_of_a_tenant(filled: Place, answer: int, code: int) -> None:
+    """The receipt of forgetting is written with it; what the engine said stands in the log."""
+    line = ("erase", "--tenant", TENANTS[0], *WHY, "--yes", "--more-than-half", *filled.flags)
+    with engine(answer) as (url, asked):
+        looked = run(*line, "--engine", url, "--dry-run")
+        assert (looked.code, asked) == (0, [])
+        done = run(*line, "--engine", url, "--json")
+        assert asked
+    assert done.code == code
+    copies = {one["what"]: one["reached"] for one in done.document["engine_copies"]}
+    assert copies["device"] is (answer == 200)
+    with Vault.open(filled.path, provider=filled.key) as vault:
+        [told] = [entry for entry in vault.audit.tail(2) if entry.kind == "engine-asked"]
+        number = vault.audit.receipts()[-1].deletion_no
+        assert vault.audit.verify().ok
+    assert number is not None
+    assert told.facts == {
+        "deletion": number,
+        "copies": [f"{one['what']}: {one['detail']}" for one in done.document["engine_copies"]],
+    }
+    assert set(left(filled)) == {"r3"}
 
 
 def test_the_plan_is_a_question(filled: Place) -> None:

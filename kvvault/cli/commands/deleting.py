@@ -12,6 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kvvault.cli.commands.limits import (
+    MORE_THAN_HALF,
+    PARTIAL,
+    copies_document,
+    is_more_than_half,
+    live_bytes,
+    missed,
+    refuse_mass_deletion,
+    told,
+)
 from kvvault.cli.formats import Cell, human_bytes, human_duration, iso_time, path_text, short_ids
 from kvvault.cli.inventory import Inventory
 from kvvault.cli.run import Run, command
@@ -19,8 +29,10 @@ from kvvault.errors import HeldError, UsageError
 from kvvault.model import SegmentFacts
 
 if TYPE_CHECKING:
+    from kvvault.audit.receipts import EngineCopy
     from kvvault.crypto.providers.base import ProviderInfo
     from kvvault.deleting import DeletionPlan, DeletionReport
+    from kvvault.erasing import AskEngine
     from kvvault.vault import Vault
 
 __all__ = [
@@ -29,7 +41,9 @@ __all__ = [
     "REASON",
     "YES",
     "actor_name",
+    "claim",
     "counted",
+    "forget_tenant",
     "open_to_change",
     "open_to_plan",
     "register",
@@ -51,12 +65,6 @@ ACTOR = Annotated[
         "--actor",
         metavar="NAME",
         help="Who does it; recorded in clear. The name of the system's user if not given.",
-    ),
-]
-_MORE_THAN_HALF = Annotated[
-    bool,
-    typer.Option(
-        "--more-than-half", help="Go on although more than half of the vault's bytes would go."
     ),
 ]
 
@@ -141,7 +149,7 @@ def rm(
     ],
     reason: REASON = "",
     actor: ACTOR = None,
-    more_than_half: _MORE_THAN_HALF = False,
+    more_than_half: MORE_THAN_HALF = False,
     dry_run: DRY_RUN = False,
     yes: YES = False,
 ) -> int | None:
@@ -160,7 +168,7 @@ def rm(
         return job.show()
     if not job.plan.segments:
         raise _held(len(job.plan.held), 0)
-    job.refuse_mass_deletion(allowed=more_than_half)
+    refuse_mass_deletion(job.plan, job.live_bytes, allowed=more_than_half)
     job.confirm(yes=yes)
     with open_to_change(run) as vault:
         job.execute(vault, vault.plan_segments(ids), who, reason)
@@ -191,7 +199,7 @@ def forget(
     tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's name.")],
     reason: REASON,
     actor: ACTOR = None,
-    more_than_half: _MORE_THAN_HALF = False,
+    more_than_half: MORE_THAN_HALF = False,
     dry_run: DRY_RUN = False,
     yes: YES = False,
 ) -> int | None:
@@ -199,7 +207,20 @@ def forget(
 
     Refused as a whole (exit code 3) while a hold keeps the tenant or any segment of it.
     """
-    who = actor_name(actor)
+    return forget_tenant(run, tenant, reason, actor_name(actor), more_than_half, dry_run, yes)
+
+
+def forget_tenant(
+    run: Run,
+    tenant: str,
+    reason: str,
+    who: str,
+    more_than_half: bool,
+    dry_run: bool,
+    yes: bool,
+    engine: AskEngine | None = None,
+) -> int | None:
+    """What `forget` does. `engine`: asked when nothing is served any more, shown and logged."""
     _check_reason(reason)
     with open_to_plan(run) as vault:
         job = _Deletion.of(run, vault, _tenant_plan(vault, tenant))
@@ -209,11 +230,14 @@ def forget(
         return job.show()
     if job.refused:
         raise _tenant_held(holds, len(job.plan.held))
-    job.refuse_mass_deletion(allowed=more_than_half)
+    refuse_mass_deletion(job.plan, job.live_bytes, allowed=more_than_half)
     job.confirm(yes=yes, also="the tenant's key, and ")
     with open_to_change(run) as vault:
         job.execute(vault, _tenant_plan(vault, tenant), who, reason)
-    return job.done()
+        if engine is not None and job.report is not None:
+            job.copies = engine()
+            vault.note_engine(job.report.deletion_no, job.copies)
+    return job.done() or (PARTIAL if missed(job.copies or ()) else 0)
 
 
 def _segment(inventory: Inventory, ident: str) -> SegmentFacts:
@@ -305,12 +329,13 @@ class _Deletion:
     """A hold forbids it as a whole."""
     waiting: _Waiting | None = None
     gone: Sequence[SegmentFacts] = ()
+    copies: Sequence[EngineCopy] | None = None
+    """What became of an engine's own; None when none was to be asked."""
     report: DeletionReport | None = None
 
     @classmethod
     def of(cls, run: Run, vault: Vault, plan: DeletionPlan) -> _Deletion:
-        live_bytes = sum(facts.data_bytes for facts in vault.segments() if facts.state.live)
-        return cls(run, plan, vault.provider_info(), live_bytes, len(plan.held))
+        return cls(run, plan, vault.provider_info(), live_bytes(vault), len(plan.held))
 
     @property
     def _expiring(self) -> bool:
@@ -318,19 +343,7 @@ class _Deletion:
 
     @property
     def more_than_half(self) -> bool:
-        return 2 * self.plan.data_bytes > self.live_bytes
-
-    def refuse_mass_deletion(self, *, allowed: bool) -> None:
-        """
-        :raises UsageError: more than half of what lives would go, and nobody said that this is
-            meant.
-        """
-        if self.more_than_half and not allowed:
-            raise UsageError(
-                f"this would delete {human_bytes(self.plan.data_bytes)} of the "
-                f"{human_bytes(self.live_bytes)} in the vault; nothing was done",
-                hint="look with --dry-run; add --more-than-half if it is meant",
-            )
+        return is_more_than_half(self.plan, self.live_bytes)
 
     def confirm(self, *, yes: bool, also: str = "") -> None:
         """Errors as `Output.confirm`."""
@@ -376,7 +389,7 @@ class _Deletion:
         if self.run.output.json:
             self.run.output.document({**self._head(dry_run=False), **_sums(self.gone)})
         else:
-            self.run.output.lines(f"deleted {counted(self.gone)}")
+            self.run.output.lines(f"deleted {counted(self.gone)}", *told(self.copies or ()))
             self._notes()
         if self.held and not self._expiring:
             raise _held(self.held, len(self.gone))
@@ -412,6 +425,8 @@ class _Deletion:
             "assurance": self.info.assurance.value,
             "claim": claim(self.info),
         }
+        if self.copies is not None:
+            document["engine_copies"] = copies_document(self.copies)
         if self._expiring:
             waiting = None if self.waiting is None else self.waiting.segments
             document |= {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,11 +16,21 @@ from kvvault.cli.commands.deleting import (
     YES,
     actor_name,
     claim,
-    forget,
+    forget_tenant,
     open_to_change,
     open_to_plan,
 )
 from kvvault.cli.commands.finding import TextQuestion, find_text, question_of
+from kvvault.cli.commands.limits import (
+    MORE_THAN_HALF,
+    PARTIAL,
+    copies_document,
+    is_more_than_half,
+    live_bytes,
+    missed,
+    refuse_mass_deletion,
+    told,
+)
 from kvvault.cli.formats import human_bytes, iso_time, parse_duration, path_text
 from kvvault.cli.run import Run, command
 from kvvault.errors import UsageError
@@ -34,8 +44,6 @@ if TYPE_CHECKING:
     from kvvault.vault import Vault
 
 __all__ = ["register"]
-
-_PARTIAL: Final = 3
 
 
 def register(app: typer.Typer) -> None:
@@ -51,7 +59,14 @@ class _Choice:
     conditions: Sequence[Condition]
     text: TextQuestion | None
 
-    def plan(self, vault: Vault, *, include_shared: bool) -> ErasurePlan:
+    def plan(
+        self, vault: Vault, *, include_shared: bool, only: Collection[int] | None = None
+    ) -> ErasurePlan:
+        """`only`: no others than these."""
+        if only is not None:
+            return vault.plan_erasure(
+                self.conditions, tenant=self.tenant, numbers=only, include_shared=include_shared
+            )
         numbers: set[int] | None = None
         if self.prompts:
             numbers = vault.prompts.numbers_of(self.prompts)
@@ -136,6 +151,7 @@ def erase(
         ),
     ] = None,
     actor: ACTOR = None,
+    more_than_half: MORE_THAN_HALF = False,
     dry_run: DRY_RUN = False,
     yes: YES = False,
 ) -> int | None:
@@ -169,31 +185,34 @@ def erase(
                 hint="give --prompt, --request, --subject, --label, --older-than, --text-file or "
                 "--tenant",
             )
-        return forget(run, tenant, reason, who, True, dry_run, yes)
+        asking = None if engine is None else _asking(engine)
+        return forget_tenant(run, tenant, reason, who, more_than_half, dry_run, yes, asking)
     choice = _Choice(tenant, prompts or (), conditions, text)
     with open_to_plan(run) as vault:
         plan = choice.plan(vault, include_shared=include_shared)
         vault.note_question("erase (plan)", rows=len(plan.numbers))
-        info = vault.provider_info()
-    if dry_run:
-        return _show(run, plan, info)
-    if plan.numbers:
-        run.output.confirm(f"Erase {_counted(plan)}? This cannot be undone.", yes=yes)
+        shown = _Shown(run, plan, vault.provider_info(), live_bytes(vault))
+    if dry_run or not plan.numbers:
+        return shown.plan_only()
+    refuse_mass_deletion(plan.deletion, shown.live_bytes, allowed=more_than_half)
+    run.output.confirm(f"Erase {_counted(plan)}? This cannot be undone.", yes=yes)
     with open_to_change(run) as vault:
-        plan = choice.plan(vault, include_shared=include_shared)
-        if not plan.numbers:
-            return _show(run, plan, info)
+        # What was confirmed, and no more: the same prompts, as far as they are still meant.
+        now = choice.plan(vault, include_shared=include_shared)
+        later = len(set(now.numbers) - set(plan.numbers))
+        if later:
+            only = set(now.numbers) & set(plan.numbers)
+            now = choice.plan(vault, include_shared=include_shared, only=only)
+        shown = _Shown(run, now, shown.info, live_bytes(vault), later, less=_less(plan, now))
+        refuse_mass_deletion(now.deletion, shown.live_bytes, allowed=more_than_half)
+        if not now.numbers:
+            return shown.plan_only(dry_run=False)
         asking = None if engine is None else _asking(engine)
-        report = vault.erase(plan, actor=who, reason=reason, engine=asking)
-        receipt = next(
-            (
-                row.receipt_id.hex()
-                for row in vault.audit.receipts()
-                if row.deletion_no == report.deletion_no
-            ),
-            None,
-        )
-    return _done(run, plan, report, receipt, info, () if asking is None else asking.copies)
+        report = vault.erase(now, actor=who, reason=reason, engine=asking)
+        # The newest: it is issued again with what an engine said.
+        of_it = [one for one in vault.audit.receipts() if one.deletion_no == report.deletion_no]
+        receipt = of_it[-1].receipt_id.hex() if of_it else None
+    return shown.done(report, receipt, () if asking is None else asking.copies)
 
 
 def _conditions(
@@ -244,75 +263,111 @@ class _asking:  # noqa: N801 - a function with a memory
         return self.copies
 
 
-def _show(run: Run, plan: ErasurePlan, info: ProviderInfo) -> int | None:
-    if run.output.json:
-        run.output.document({**_document(run, plan, info), "dry_run": True})
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A plan, and what is shown of it before and after."""
+
+    run: Run
+    plan: ErasurePlan
+    info: ProviderInfo
+    live_bytes: int
+    """Of the whole vault."""
+    later: int = 0
+    """Prompts that are meant, too, but came after the question."""
+    less: str | None = None
+    """What had been asked about and is not there any more."""
+
+    def plan_only(self, *, dry_run: bool = True) -> int | None:
+        """Nothing was done; the exit code."""
+        if self.run.output.json:
+            self.run.output.document({**self._document(), "dry_run": dry_run})
+            return None
+        self.run.output.lines(f"would erase {_counted(self.plan)}", *_stays(self.plan))
+        if self.plan.numbers:
+            self.run.output.lines(claim(self.info))
+        if self._more_than_half:
+            self.run.output.note("that is more than half of the vault: it needs --more-than-half")
+        self._notes()
         return None
-    run.output.lines(f"would erase {_counted(plan)}", *_stays(plan))
-    if plan.numbers:
-        run.output.lines(claim(info))
-    return None
 
-
-def _done(
-    run: Run,
-    plan: ErasurePlan,
-    report: DeletionReport,
-    receipt: str | None,
-    info: ProviderInfo,
-    copies: Sequence[EngineCopy],
-) -> int | None:
-    if run.output.json:
-        run.output.document(
-            {
-                **_document(run, plan, info),
-                "dry_run": False,
-                "erased": {"blocks": report.blocks, "bytes": report.data_bytes},
-                "revoked_at": iso_time(report.revoked_at),
-                "waiting_segments": report.waiting_segments,
-                "engine_copies": [
-                    {"what": one.what, "reached": one.reached, "detail": one.detail}
-                    for one in copies
-                ],
-                "receipt": receipt,
-            }
-        )
-    else:
-        run.output.lines(
-            f"erased {len(plan.numbers)} prompts: {report.blocks} blocks, "
-            f"{human_bytes(report.data_bytes)}",
-            *_stays(plan),
-            *(f"the engine's {one.what}: {one.detail}" for one in copies),
-            claim(info),
-        )
-        if report.waiting_segments:
-            run.output.lines(
-                f"{report.waiting_segments} segments wait to be compacted; their keys are still "
-                "there, and no purge covers them (job: reconcile)"
+    def done(
+        self, report: DeletionReport, receipt: str | None, copies: Sequence[EngineCopy]
+    ) -> int | None:
+        """What was done; the exit code."""
+        plan = self.plan
+        if self.run.output.json:
+            self.run.output.document(
+                {
+                    **self._document(),
+                    "dry_run": False,
+                    "erased": {"blocks": report.blocks, "bytes": report.data_bytes},
+                    "revoked_at": iso_time(report.revoked_at),
+                    "waiting_segments": report.waiting_segments,
+                    "engine_copies": copies_document(copies),
+                    "receipt": receipt,
+                }
             )
-        if receipt is not None:
-            run.output.lines(f"receipt {receipt}")
-    partial = plan.held_prompts or report.held_segments or report.waiting_segments
-    missed = any(not one.reached for one in copies if one.detail != "not offered")
-    return _PARTIAL if partial or missed else None
+        else:
+            self.run.output.lines(
+                f"erased {len(plan.numbers)} prompts: {report.blocks} blocks, "
+                f"{human_bytes(report.data_bytes)}",
+                *_stays(plan),
+                *told(copies),
+                claim(self.info),
+            )
+            if report.waiting_segments:
+                self.run.output.lines(
+                    f"{report.waiting_segments} segments wait to be compacted; their keys are "
+                    "still there, and no purge covers them (job: reconcile)"
+                )
+            if receipt is not None:
+                self.run.output.lines(f"receipt {receipt}")
+        self._notes()
+        partial = plan.held_prompts or report.held_segments or report.waiting_segments
+        return PARTIAL if partial or missed(copies) else None
+
+    @property
+    def _more_than_half(self) -> bool:
+        return is_more_than_half(self.plan.deletion, self.live_bytes)
+
+    def _notes(self) -> None:
+        if self.less is not None:
+            self.run.output.note(self.less)
+        if self.later:
+            self.run.output.note(
+                f"{self.later} more prompts came after the question and were left; run it again"
+            )
+
+    def _document(self) -> dict[str, object]:
+        plan = self.plan
+        return {
+            "vault": path_text(Path(self.run.vault_path()).absolute()),
+            "prompts": [one.hex() for one in plan.prompt_ids],
+            "blocks": plan.blocks,
+            "bytes": plan.data_bytes,
+            "include_shared": plan.include_shared,
+            "shared": {
+                "blocks": plan.shared_blocks,
+                "bytes": plan.shared_bytes,
+                "prompts": plan.shared_prompts,
+            },
+            "held": {"prompts": plan.held_prompts, "segments": len(plan.deletion.held)},
+            "later_prompts": self.later,
+            "more_than_half": self._more_than_half,
+            "assurance": self.info.assurance.value,
+            "claim": claim(self.info),
+        }
 
 
-def _document(run: Run, plan: ErasurePlan, info: ProviderInfo) -> dict[str, object]:
-    return {
-        "vault": path_text(Path(run.vault_path()).absolute()),
-        "prompts": [one.hex() for one in plan.prompt_ids],
-        "blocks": plan.blocks,
-        "bytes": plan.data_bytes,
-        "include_shared": plan.include_shared,
-        "shared": {
-            "blocks": plan.shared_blocks,
-            "bytes": plan.shared_bytes,
-            "prompts": plan.shared_prompts,
-        },
-        "held": {"prompts": plan.held_prompts, "segments": len(plan.deletion.held)},
-        "assurance": info.assurance.value,
-        "claim": claim(info),
-    }
+def _less(asked: ErasurePlan, now: ErasurePlan) -> str | None:
+    prompts = len(set(asked.numbers) - set(now.numbers))
+    blocks = asked.blocks - now.blocks
+    if prompts or blocks > 0:
+        return (
+            f"less than was asked about: {prompts} prompts and {max(0, blocks)} blocks have gone "
+            "since, or stay"
+        )
+    return None
 
 
 def _counted(plan: ErasurePlan) -> str:

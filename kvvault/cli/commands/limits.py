@@ -1,0 +1,73 @@
+"""What commands that delete have in common: how much may go unasked, and what an engine kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kvvault.cli.formats import human_bytes
+from kvvault.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvvault.audit.receipts import EngineCopy
+    from kvvault.deleting import DeletionPlan
+    from kvvault.vault import Vault
+
+__all__ = [
+    "MORE_THAN_HALF",
+    "PARTIAL",
+    "copies_document",
+    "is_more_than_half",
+    "live_bytes",
+    "missed",
+    "refuse_mass_deletion",
+    "told",
+]
+
+PARTIAL: Final = 3
+"""The exit code of what was done, but not all of it."""
+
+MORE_THAN_HALF = Annotated[
+    bool,
+    typer.Option(
+        "--more-than-half", help="Go on although more than half of the vault's bytes would go."
+    ),
+]
+
+
+def live_bytes(vault: Vault) -> int:
+    """Of the whole vault."""
+    return sum(facts.data_bytes for facts in vault.segments() if facts.state.live)
+
+
+def is_more_than_half(plan: DeletionPlan, of_bytes: int) -> bool:
+    return 2 * plan.data_bytes > of_bytes
+
+
+def refuse_mass_deletion(plan: DeletionPlan, of_bytes: int, *, allowed: bool) -> None:
+    """
+    :raises UsageError: more than half of what lives would go, and nobody said that this is meant.
+    """
+    if is_more_than_half(plan, of_bytes) and not allowed:
+        raise UsageError(
+            f"this would delete {human_bytes(plan.data_bytes)} of the {human_bytes(of_bytes)} in "
+            "the vault; nothing was done",
+            hint="look with --dry-run; add --more-than-half if it is meant",
+        )
+
+
+def told(copies: Sequence[EngineCopy]) -> list[str]:
+    """What became of an engine's copies, for people."""
+    return [f"the engine's {one.what}: {one.detail}" for one in copies]
+
+
+def copies_document(copies: Sequence[EngineCopy]) -> list[dict[str, object]]:
+    """The same for programs."""
+    return [{"what": one.what, "reached": one.reached, "detail": one.detail} for one in copies]
+
+
+def missed(copies: Sequence[EngineCopy]) -> bool:
+    """Whether an engine still has what it could have been made to drop."""
+    return any(not one.reached for one in copies if one.detail != "not offered")
