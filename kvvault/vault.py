@@ -684,7 +684,7 @@ class Vault:
             _check_name(subject, "subject")
         if labels:
             _check_labels(labels)
-        return Prompt(
+        made = Prompt(
             scope.keys,
             scope.namespace.digest,
             partial(scope.verdict, self._governor),
@@ -692,8 +692,10 @@ class Vault:
             subject=subject,
             labels=labels or {},
             preview=preview,
-            started_at=self._time.steady(),
+            steady=self._time.steady,
         )
+        self._recorder.begin(made)
+        return made
 
     def record(self, prompt: Prompt, chain: Mapping[bytes, int]) -> None:
         """A request is over, and so are its stores. `chain`: keys of all its blocks, also of those
@@ -707,7 +709,14 @@ class Vault:
     def prompts(self) -> Prompts:
         """The inventory: which prompts persist."""
         self._check_open()
-        return Prompts(self._catalog, self._ring, self._view, self._time)
+        return Prompts(
+            self._catalog,
+            self._ring,
+            self._view,
+            self._time,
+            self._recorder,
+            self._rewriter.alone,
+        )
 
     def note_question(
         self,
@@ -1267,6 +1276,7 @@ class Vault:
             return
         self._report_damage()
         self._report_use(wait=False)
+        self._recorder.touch()
         self._time.set_jump(self.policy().vault.clock_jump_s)
         if self._time.suspect:
             mark = self._catalog.read(retention.get_mark)
