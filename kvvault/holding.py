@@ -51,14 +51,16 @@ class Hold:
     kind: HoldKind
     target: bytes
     """Id of the tenant, segment or prompt; a subject's keyed id."""
-    tenant: str | None
-    """Name of the tenant whose data it is; None when its keys cannot be had, or it is gone."""
-    reason: str
-    actor: str
+    tenant_id: bytes | None
+    """Whose data it is; None when that tenant is gone."""
+    tenant: str | None = field(repr=False)
+    """Name of that tenant; None when its keys cannot be had, or it is gone."""
+    reason: str = field(repr=False)
+    actor: str = field(repr=False)
     placed_at: float
     cleared_at: float | None
-    cleared_by: str | None
-    cleared_reason: str | None
+    cleared_by: str | None = field(repr=False)
+    cleared_reason: str | None = field(repr=False)
     segment_ids: frozenset[bytes] = field(repr=False)
     """Live segments that it keeps, or would keep were it in force still."""
     blocks: int
@@ -104,7 +106,7 @@ class Holder:
             KeyUnavailableError: the key of a subject's tenant cannot be had.
             StorageError, CatalogError.
         """
-        known_as = None
+        known_as = whose = None
         match (tenant, subject, prompt_id, segment_id):
             case (str(), None, None, None):
                 kind, target = HoldKind.TENANT, self._tenant(tenant).tenant_id
@@ -112,8 +114,9 @@ class Holder:
                 if keys is not None:
                     known_as = keys.keyed_id("log", b"tenant").hex()
             case (str(), str(), None, None):
-                kind, keys = HoldKind.SUBJECT, self._ring.tenant(self._tenant(tenant))
-                target = keys.keyed_id("subject", subject.encode())
+                row = self._tenant(tenant)
+                kind, keys, whose = HoldKind.SUBJECT, self._ring.tenant(row), row.tenant_id
+                target = keys.keyed_id("subject", encoded("subject", subject))
                 known_as = keys.keyed_id("log", b"subject" + target).hex()
             case (None, None, bytes(), None):
                 kind, target = HoldKind.PROMPT, prompt_id
@@ -127,7 +130,7 @@ class Holder:
                 kind, target, known_as = HoldKind.SEGMENT, segment_id, segment_id.hex()
             case _:
                 raise ValueError("a hold is on a tenant, a subject, a prompt or a segment")
-        return self._place(kind, target, reason, actor, now, known_as)
+        return self._place(kind, target, reason, actor, now, known_as, tenant_id=whose)
 
     def _tenant(self, name: str) -> TenantRow:
         row = find_tenant(self._catalog, self._ring, name)
@@ -143,6 +146,8 @@ class Holder:
         actor: str,
         now: float,
         known_as: str | None,
+        *,
+        tenant_id: bytes | None = None,
     ) -> Hold:
         check_text("reason", reason)
         check_text("actor", actor)
@@ -151,13 +156,14 @@ class Holder:
                 holds.place,
                 kind=kind.value,
                 target=target,
+                tenant_id=tenant_id,
                 reason=reason,
                 actor=actor,
                 now=now,
                 known_as=known_as,
             )
         )
-        if row is None and kind is HoldKind.TENANT:
+        if row is None and kind in (HoldKind.TENANT, HoldKind.SUBJECT):
             raise unknown_tenant()
         if row is None and kind is HoldKind.PROMPT:
             raise UsageError("no prompt of that id persists", hint="see `kvvault prompts ls`")
@@ -227,22 +233,22 @@ class Holder:
             ) from None
         if kind is HoldKind.TENANT:
             kept = [facts for facts in live if facts.tenant_id == row.target]
-            tenant_id: bytes | None = row.target
+            tenant_id: bytes | None = row.target or None
         elif kind in (HoldKind.SUBJECT, HoldKind.PROMPT):
             ask = partial(protecting.kept_by, kind=row.kind, target=row.target)
             ids = set(self._catalog.read(ask))
             kept = [facts for facts in live if facts.segment_id in ids]
-            whose = partial(protecting.tenant_of, kind=row.kind, target=row.target)
-            tenant_id = self._catalog.read(whose)
+            tenant_id = row.tenant_id
         else:
             kept = [facts for facts in live if facts.segment_id == row.target]
-            tenant_id = kept[0].tenant_id if kept else None
+            tenant_id = kept[0].tenant_id if kept else row.tenant_id
         if tenant_id is not None and tenant_id not in names:
             names[tenant_id] = self._name(tenant_id)
         return Hold(
             number=row.hold_no,
             kind=kind,
             target=row.target,
+            tenant_id=tenant_id,
             tenant=None if tenant_id is None else names[tenant_id],
             reason=row.reason,
             actor=row.actor,
@@ -274,6 +280,21 @@ def check_text(what: str, text: str) -> None:
             f"that is not a usable {what}",
             hint=f"write 1 to {_MAX_TEXT} printable characters, on one line",
         )
+
+
+def encoded(what: str, text: str) -> bytes:
+    """A name as it is looked up.
+
+    Raises:
+        UsageError: it has bytes that are no text (a command line may), so nothing is called so.
+            Does not repeat it.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"that {what} is no text in UTF-8", hint="write it as it was given to the engine"
+        ) from None
 
 
 def _check_number(number: int) -> None:

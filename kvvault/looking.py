@@ -167,7 +167,14 @@ class OpenVault:
     def prompts(self) -> Prompts:
         """The inventory: which prompts persist."""
         self._check_open()
-        return Prompts(self._catalog, self._ring, self._view, self._time)
+        return Prompts(
+            self._catalog,
+            self._ring,
+            self._view,
+            self._time,
+            self._parts.recorder,
+            self._parts.rewriter.alone,
+        )
 
     def note_question(
         self,

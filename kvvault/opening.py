@@ -283,6 +283,7 @@ class _Opening:
                 ring,
                 view,
                 writer,
+                recorder,
                 governor,
                 counters,
                 time,

@@ -103,7 +103,7 @@ class PromptEraser:
         Raises: as `kvvault.prompts.Prompts.matching`; UsageError: the vault has no such tenant.
         """
         state = self._prompts.load(tenant=tenant, with_ids=True)
-        meant = self._prompts.matching(state, conditions)
+        meant = self._prompts.matching(state, conditions, everything=True)
         if numbers is not None:
             meant = meant & np.isin(state.snapshot.prompts.number, np.array([*numbers], np.int64))
         tenants = {tenant_id for tenant_id, _ in state.snapshot.scopes.values()}

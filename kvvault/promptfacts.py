@@ -23,7 +23,7 @@ from kvvault.errors import KvvaultError
 from kvvault.keyring import KeyRing
 from kvvault.model import SegmentFacts
 from kvvault.prompting import PROMPT, PROMPT_ID_BYTES
-from kvvault.sharing import Blocks, Figures, Links, Segments, Sharing
+from kvvault.sharing import Blocks, Figures, Links, Segments, Sharing, copies_of
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -203,12 +203,18 @@ class State:
     @cached_property
     def figures(self) -> Figures:
         """What each prompt has, in the order of `sharing.numbers`."""
-        return self.sharing.figures()
+        ids = self.snapshot.blocks.ids
+        return self.sharing.figures(ids if len(ids) else None)
+
+    @cached_property
+    def known(self) -> Mask:
+        """Which prompts of the table are not gone: also those that have no block, or none yet."""
+        return ~self.snapshot.prompts.gone
 
     @cached_property
     def present(self) -> Mask:
         """Which prompts of the table are in the inventory: not gone, and something is left."""
-        return ~self.snapshot.prompts.gone & (self.figures.blocks[self.at] > 0)
+        return self.known & (self.figures.blocks[self.at] > 0)
 
     @property
     def used(self) -> Mask:
@@ -225,6 +231,11 @@ class State:
         for user, segment in zip((both // count).tolist(), (both % count).tolist(), strict=True):
             found.setdefault(user, []).append(segment)
         return found
+
+    def copies_of(self, chosen: Mask) -> Mask:
+        """These blocks (a mask over all) and copies of them, as far as ids were read."""
+        ids = self.snapshot.blocks.ids
+        return copies_of(chosen, ids) if len(ids) else chosen
 
     def having_in(self, chosen: Mask) -> Mask:
         """Which prompts of the table have blocks in these segments (a mask over them)."""
@@ -299,6 +310,9 @@ def keeps(
     prompt_id: bytes | None = None,
     segments: Sequence[SegmentFacts] = (),
 ) -> bool:
+    """Whether a hold keeps something of these, or may: a damaged one does not say what it keeps."""
+    if hold.damaged:
+        return hold.tenant_id in (None, tenant_id)
     targets = {
         "tenant": (tenant_id,),
         "subject": () if subject is None else (subject.text_id,),

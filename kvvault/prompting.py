@@ -8,7 +8,12 @@ owner of the deepest one shares all before it, and one link to it usually says e
 
 Another request may still be storing blocks that both have when this one is over. So a prompt of
 whose chain some blocks do not live yet is looked at again a few times, each time after twice as
-long, for a minute at most.
+long, for a minute at most. Nobody's blocks that it adopted are looked at again, too: somebody may
+have read them before, and write them to another segment as nobody's.
+
+A prompt whose request is running is not pruned, although nothing of it may live for a while: once a
+minute its process says that it is in use. One whose process was stopped for ten minutes can be
+pruned and then stores nothing more, as if it had been erased: nobody can tell these apart later.
 
 Threads: `Prompt` and `Recorder.record` from any thread, memory only. Everything else that is
 written comes from the thread `kvvault-inventory`, and, for a prompt's row, from whoever stores its
@@ -23,6 +28,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -66,6 +72,8 @@ _BREATH = 32
 """Blocks between two breaths."""
 _FIRST_LOOK_S = 0.25
 _LAST_LOOK_S = 60.0
+_TOUCH_S = 60.0
+"""How often it is noted that requests are still running."""
 
 
 class Row:
@@ -104,8 +112,10 @@ class Prompt:
     """One request, as the inventory will have it. Made by `Vault.prompt`. Any thread."""
 
     __slots__ = (
+        "__weakref__",
         "_lock",
         "_row",
+        "_steady",
         "_verdict",
         "labels",
         "namespace",
@@ -127,16 +137,18 @@ class Prompt:
         subject: str | None,
         labels: Mapping[str, str],
         preview: str | None,
-        started_at: float,
+        steady: Callable[[], float],
     ) -> None:
-        """`verdict`: what the policy in force says of it; may read the catalog."""
+        """`verdict`: what the policy in force says of it; may read the catalog. `steady`: the
+        vault's time."""
         self.tenant = tenant
         self.namespace = namespace
         self.request_id = None if request_id is None else clean(request_id)
         self.subject = subject
         self.labels = labels
         self.preview = None if preview is None else clean(preview[:PREVIEW_CHARACTERS])
-        self.started_at = started_at
+        self.started_at = steady()
+        self._steady = steady
         self.prompt_id = random_id()[:PROMPT_ID_BYTES]
         self._verdict = verdict
         self._lock = threading.Lock()
@@ -165,6 +177,14 @@ class Prompt:
             if self._row is None:
                 self._row = Row(self._new(), catalog)
             return self._row
+
+    @property
+    def committed(self) -> int | None:
+        """Its number; None while it has no row that is committed. Memory only."""
+        row = self._row
+        if row is None or not row.future.done() or row.future.exception() is not None:
+            return None
+        return row.future.result()
 
     def number(self, catalog: Catalog, view: View) -> int:
         """Its number, once its row is committed.
@@ -223,6 +243,7 @@ class Prompt:
             None if request is None else request_key(tenant, request),
             self.sealed(),
             self.started_at,
+            self._steady(),
         )
 
 
@@ -271,6 +292,8 @@ class _Waiting:
     prompt: Prompt
     missing: dict[bytes, int]
     """Block id → token at which it ends."""
+    adopted: dict[bytes, int]
+    """Blocks that were nobody's, likewise: they could become so again."""
     deepest: bytes
     used_at: float
     since: float
@@ -302,9 +325,34 @@ class Recorder:
             tuple[Prompt, Mapping[bytes, int], float] | threading.Event | None
         ] = queue.Queue(_MAX_QUEUED)
         self._waiting: deque[_Waiting] = deque()
+        self._running: weakref.WeakSet[Prompt] = weakref.WeakSet()
+        self._touched_at = time.steady()
         self._lock = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
+
+    def begin(self, prompt: Prompt) -> None:
+        """A request is running, until `record` or until nobody has the handle any more. Memory
+        only."""
+        with self._lock:
+            self._running.add(prompt)
+
+    def touch(self, *, always: bool = False) -> None:
+        """Note once a minute (`always`: now, and wait for it) which requests are still running.
+
+        Raises:
+            StorageError, CatalogError.
+        """
+        now = self._time.steady()
+        with self._lock:
+            if not always and 0 <= now - self._touched_at < _TOUCH_S:
+                return
+            self._touched_at = now
+            numbers = [no for one in self._running if (no := one.committed) is not None]
+        if numbers:
+            noted = self._catalog.submit(partial(prompts.touch, numbers=numbers, now=now))
+            if always:
+                noted.result()
 
     def record(
         self,
@@ -316,6 +364,7 @@ class Recorder:
         change. Memory only: never blocks, never raises; what is too much is dropped and counted.
         """
         with self._lock:
+            self._running.discard(prompt)
             if self._closed:
                 return
             if self._thread is None:
@@ -387,7 +436,7 @@ class Recorder:
             return True
         now = self._monotonic()
         deepest = max(ends, key=lambda one: ends[one])
-        waiting = _Waiting(prompt, ends, deepest, used_at, now, now + _FIRST_LOOK_S)
+        waiting = _Waiting(prompt, ends, {}, deepest, used_at, now, now + _FIRST_LOOK_S)
         if self._look(waiting):
             self._waiting.append(waiting)
             if len(self._waiting) > _MAX_WAITING:
@@ -417,7 +466,7 @@ class Recorder:
             self._waiting.append(one)
 
     def _look(self, one: _Waiting) -> bool:
-        """Note what lives of a prompt's chain; whether something of it is still missing."""
+        """Note what lives of a prompt's chain; whether it is to be looked at again."""
         try:
             return self._note(one)
         except ClosedError:
@@ -437,7 +486,7 @@ class Recorder:
         for _ in range(_ATTEMPTS):
             found = self._catalog.read(partial(self._origins, one=one))
             if not found:
-                return True
+                return bool(one.missing or one.adopted)
             number = one.prompt.number(self._catalog, self._view)
             members = self._catalog.read(
                 partial(self._membership, one=one, number=number, found=found)
@@ -451,17 +500,20 @@ class Recorder:
                 return False  # erased meanwhile
             if noted:
                 one.extra = False
-                for block_id in found:
-                    del one.missing[block_id]
+                for block_id, origin in found.items():
+                    end = one.missing.pop(block_id, None)
+                    if end is not None and not origin.prompt_no:
+                        one.adopted[block_id] = end
                 self._counters.add(prompts_recorded=1)
-                return bool(one.missing)
+                return bool(one.missing or one.adopted)
         raise KeyReplacedError
 
     def _origins(self, connection: Connection, one: _Waiting) -> dict[bytes, Origin]:
-        """Whose those blocks are that live of what is still missing."""
+        """Whose those blocks are that live of what is still missing, and what is nobody's again of
+        what it adopted."""
         now = self._time.now()
         by_segment: dict[bytes, dict[int, bytes]] = {}
-        for n, block_id in enumerate(one.missing):
+        for n, block_id in enumerate([*one.missing, *one.adopted]):
             _let_others(n)
             location = self._view.find(block_id, now)
             segment = None if location is None else self._view.segment(location.number)
@@ -472,6 +524,7 @@ class Recorder:
             slots[slot]: origin
             for segment_id, slots in by_segment.items()
             for slot, origin in prompts.origins(connection, segment_id, slots).items()
+            if slots[slot] in one.missing or not origin.prompt_no
         }
 
     def _membership(
@@ -482,9 +535,10 @@ class Recorder:
         links: dict[int, int] = {}
         adopted: list[tuple[int, int, int]] = []
         end_token = 0
+        ends = one.missing | one.adopted
         # The deepest first: who owns it usually leads to all that is before it.
-        for block_id in sorted(found, key=lambda b: one.missing[b], reverse=True):
-            origin, end = found[block_id], one.missing[block_id]
+        for block_id in sorted(found, key=lambda b: ends[b], reverse=True):
+            origin, end = found[block_id], ends[block_id]
             end_token = max(end_token, end)
             owner = origin.prompt_no
             if not owner:

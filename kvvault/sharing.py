@@ -8,8 +8,10 @@ without making a list of all pairs of prompt and block, of which there may be te
   requests, what the next one has is reused (`figures`).
 - *What has nobody else?* Of each owner, the two users that reach farthest say it all.
 - *What may go with these prompts?* Blocks that survivors reach only from farther away than the
-  targets do. There may be two copies of one block, stored by two processes at once; so what may go
-  is compared with what stays by its id, too (`erasure`).
+  targets do (`erasure`).
+
+There may be two copies of one block, stored by two processes at once. So what nobody else has, and
+what may go, is also compared by the blocks' ids.
 
 Pure: arrays in, arrays out. A damaged catalog gives wrong answers here, but ends: links that lead
 in circles are followed once.
@@ -87,7 +89,7 @@ class Figures:
     blocks: I64
     bytes: I64
     alone_blocks: I64
-    """Blocks that no other prompt has."""
+    """Blocks of which no other prompt has any copy."""
     alone_bytes: I64
     tokens: I64
     """Token at which its last live block ends."""
@@ -159,6 +161,7 @@ class Sharing:
         self._start = np.searchsorted(self._key, np.arange(len(self.numbers)) << 32).astype(
             np.int64
         )
+        self._block_segment = blocks.segment
         segment = blocks.segment[self._row]
         sizes = self._segments.block_bytes[segment]
         self._sum = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
@@ -228,8 +231,9 @@ class Sharing:
 
     # -- how much ---------------------------------------------------------------------------------
 
-    def figures(self) -> Figures:
-        """What every prompt has."""
+    def figures(self, ids: npt.NDArray[np.uint64] | None = None) -> Figures:
+        """What every prompt has. `ids`: n x 2, of all blocks in the order in which they were given;
+        without them copies of a block count as different ones."""
         nodes = np.arange(len(self.numbers))
         made = _Sums.none(len(nodes))
         simple = self._along_single_links(made)
@@ -238,7 +242,7 @@ class Sharing:
         for i in range(0, len(rest), _CHUNK):
             pairs = self._pairs(rest[i : i + _CHUNK])
             made.add(self._sums(pairs.owner, pairs.depth), pairs.user)
-        alone_blocks, alone_bytes = self._alone()
+        alone_blocks, alone_bytes = self._alone(ids)
         return Figures(
             made.blocks,
             made.bytes,
@@ -287,7 +291,7 @@ class Sharing:
             np.where(some, self._latest[last], NONE),
         )
 
-    def _alone(self) -> tuple[I64, I64]:
+    def _alone(self, ids: npt.NDArray[np.uint64] | None) -> tuple[I64, I64]:
         blocks = np.zeros(len(self.numbers), np.int64)
         size = np.zeros(len(self.numbers), np.int64)
         nodes = np.arange(len(self.numbers))
@@ -301,7 +305,36 @@ class Sharing:
         high = np.where(top < 0, self._start, self._upto_position(nodes, np.maximum(top, 0)))
         np.add.at(blocks, owner[known], (high - low)[known])
         np.add.at(size, owner[known], (self._sum[high] - self._sum[low])[known])
+        if ids is not None and len(ids) == self._count:
+            not_alone = self._with_others_copies(ids, first, first_depth, second_depth)
+            np.subtract.at(blocks, not_alone[0], 1)
+            np.subtract.at(size, not_alone[0], not_alone[1])
         return blocks, size
+
+    def _with_others_copies(
+        self, ids: npt.NDArray[np.uint64], first: I64, first_depth: I64, second_depth: I64
+    ) -> tuple[I64, I64]:
+        """Blocks that one prompt alone has, while another one has a copy: whose, and how large."""
+        twice = occurring_twice(ids)
+        if not twice.any():
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        at = np.flatnonzero(twice[self._row])
+        row, owner, end = self._row[at], self._key[at] >> 32, self._key[at] & 0xFFFFFFFF
+        # The only one that has this copy; -1: nobody has, -2: several have.
+        by_owner = np.where(first_depth[owner] >= end, -2, owner)
+        by_others = np.where(first_depth[owner] < end, NONE, first[owner])
+        by_others = np.where(second_depth[owner] >= end, -2, by_others)
+        only = np.where(self.alive[owner], by_owner, by_others)
+        _, name = np.unique(ids[row], axis=0, return_inverse=True)
+        name = name.reshape(-1)
+        used = only != NONE
+        least = np.full(len(at), FAR, np.int64)
+        most = np.full(len(at), -2, np.int64)
+        np.minimum.at(least, name[used], only[used])
+        np.maximum.at(most, name[used], only[used])
+        found = np.flatnonzero((only >= 0) & (least != most)[name])
+        size = self._segments.block_bytes[self._block_segment[row[found]]]
+        return only[found], size
 
     def _two_farthest(self) -> tuple[I64, I64, I64]:
         """Of each prompt, the other living prompt that has the most of its blocks; how far that
@@ -443,6 +476,33 @@ class _Sums:
         # -1 is "no deadline" here, and the greatest of all: compared without its sign.
         np.minimum.at(self.earliest.view(np.uint64), to, more.earliest.view(np.uint64))
         np.maximum.at(self.latest, to, more.latest)
+
+
+def occurring_twice(ids: npt.NDArray[np.uint64]) -> Mask:
+    """Which of these blocks (n x 2) may be there more than once. Half of an id tells all but two in
+    2^64 apart."""
+    halves = np.sort(ids[:, 0])
+    return _among(ids[:, 0], np.unique(halves[1:][halves[1:] == halves[:-1]]))
+
+
+def copies_of(chosen: Mask, ids: npt.NDArray[np.uint64]) -> Mask:
+    """These blocks and all copies of them."""
+    candidates = np.flatnonzero(_among(ids[:, 0], np.unique(ids[chosen, 0])))
+    _, name = np.unique(ids[candidates], axis=0, return_inverse=True)
+    name = name.reshape(-1)
+    wanted = np.zeros(len(candidates), np.bool_)
+    wanted[name[chosen[candidates]]] = True
+    found = chosen.copy()
+    found[candidates] = wanted[name]
+    return found
+
+
+def _among(values: npt.NDArray[np.uint64], wanted: npt.NDArray[np.uint64]) -> Mask:
+    """Which values are among these, which are ascending."""
+    if not len(wanted):
+        return np.zeros(len(values), np.bool_)
+    found: Mask = wanted[np.searchsorted(wanted, values).clip(max=len(wanted) - 1)] == values
+    return found
 
 
 def _greatest(keys: I64, values: I64) -> tuple[I64, I64]:

@@ -242,7 +242,7 @@ class Vault(OpenVault):
             check_name(subject, "subject")
         if labels:
             check_labels(labels)
-        return Prompt(
+        made = Prompt(
             scope.keys,
             scope.namespace.digest,
             partial(scope.verdict, self._governor),
@@ -250,8 +250,10 @@ class Vault(OpenVault):
             subject=subject,
             labels=labels or {},
             preview=preview,
-            started_at=self._time.steady(),
+            steady=self._time.steady,
         )
+        self._recorder.begin(made)
+        return made
 
     def record(self, prompt: Prompt, chain: Mapping[bytes, int]) -> None:
         """A request is over, and so are its stores. `chain`: keys of all its blocks, also of those

@@ -23,6 +23,7 @@ from kvvault.errors import KvvaultError
 from kvvault.governing import Governor
 from kvvault.keyring import KeyRing
 from kvvault.model import Clock, VerifyReport
+from kvvault.prompting import Recorder
 from kvvault.timekeeping import VaultTime
 from kvvault.view import View
 from kvvault.writing import Writer
@@ -49,6 +50,7 @@ class Watcher:
         ring: KeyRing,
         view: View,
         writer: Writer,
+        recorder: Recorder,
         governor: Governor,
         counters: Counters,
         time: VaultTime,
@@ -61,6 +63,7 @@ class Watcher:
         self._ring = ring
         self._view = view
         self._writer = writer
+        self._recorder = recorder
         self._governor = governor
         self._counters = counters
         self._time = time
@@ -111,6 +114,7 @@ class Watcher:
             return
         self._report_damage()
         self.report_use(wait=False)
+        self._recorder.touch()
         self._time.set_jump(self._governor.current()[1].vault.clock_jump_s)
         if self._time.suspect:
             mark = self._catalog.read(retention.get_mark)

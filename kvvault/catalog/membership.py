@@ -89,6 +89,8 @@ class Snapshot:
     upto: I64
     segments: Sequence[SegmentFacts]
     blocks: BlockTable
+    extent_no: int = 0
+    """The highest number of an extent by then."""
 
 
 def snapshot(
@@ -116,6 +118,7 @@ def snapshot(
         links[:, 2],
         segments,
         _blocks(connection, segments, with_ids=with_ids),
+        _int(direct(connection, "SELECT coalesce(max(extent_no), 0) FROM extents")[0][0][0]),
     )
 
 
@@ -343,20 +346,45 @@ def exact(connection: Connection, numbers: Collection[int]) -> dict[int, Exact]:
 # -- pruning --------------------------------------------------------------------------------------
 
 
-def prune(connection: Connection, numbers: Collection[int]) -> int:
+def prune(
+    connection: Connection, numbers: Collection[int], *, extent_no: int, before: float
+) -> int:
     """Take prompts of which nothing is left out of the inventory; returns how many went. A prompt
     through which others still share stays, without anything about it, until these are gone, too.
 
-    The caller has found out that nothing is left of them. What they share through their links is
-    nothing either, so their links go in any case.
+    The caller has found out that nothing was left of them, from a snapshot. Who has stored, adopted
+    or used anything since stays, and that is asked here: of the extents after `extent_no`, the last
+    of the snapshot, and of prompts that were used since `before` (seconds). What the others share
+    through their links is nothing either, so their links go in any case.
     """
+    stored = _owners_since(connection, extent_no) if numbers else set()
     went = 0
-    for some in _some(numbers):
+    for some in _some(_unused(connection, set(numbers) - stored, before)):
         direct(connection, f"DELETE FROM prompt_links WHERE prompt_no IN ({some})")  # noqa: S608
         _, changed = direct(connection, _FORGET.format(some=some))
         went += changed
     drop_unneeded(connection)
     return went
+
+
+def _owners_since(connection: Connection, extent_no: int) -> set[int]:
+    """Whose blocks are in extents after that one: seconds' worth of stores."""
+    rows, _ = direct(connection, "SELECT origins FROM extents WHERE extent_no > ?", (extent_no,))
+    blobs = [row[0] for row in rows if isinstance(row[0], bytes) and len(row[0]) % 8 == 0]
+    return set(np.frombuffer(b"".join(blobs), ">u4")[::2].tolist())
+
+
+def _unused(connection: Connection, numbers: Collection[int], before: float) -> list[int]:
+    """Those of these prompts that nobody has used since."""
+    return [
+        _int(row[0])
+        for some in _some(numbers)
+        for row in direct(
+            connection,
+            f"SELECT prompt_no FROM prompts WHERE prompt_no IN ({some}) AND last_used < ?",  # noqa: S608
+            (before,),
+        )[0]
+    ]
 
 
 def erase(connection: Connection, numbers: Collection[int]) -> None:

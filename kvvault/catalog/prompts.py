@@ -61,6 +61,7 @@ class NewPrompt:
     request_id: bytes | None
     sealed: bytes | None = field(repr=False)
     started_at: float
+    used_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def add(connection: Connection, new: NewPrompt) -> int:
             new.request_id,
             new.sealed,
             new.started_at,
-            new.started_at,
+            new.used_at,
         ),
     )
     return _int(rows[0][0])
@@ -226,6 +227,16 @@ def reach(links: Callable[[int], Mapping[int, int]], start: Mapping[int, int]) -
             if via not in far:
                 heapq.heappush(ahead, (max(nearest, -upto), via))
     return far
+
+
+def touch(connection: Connection, numbers: Iterable[int], now: float) -> None:
+    """Note that these requests are still running."""
+    for number in numbers:
+        direct(
+            connection,
+            "UPDATE prompts SET last_used = max(last_used, ?) WHERE prompt_no = ? AND gone = 0",
+            (now, number),
+        )
 
 
 def note(connection: Connection, members: Membership) -> bool | None:

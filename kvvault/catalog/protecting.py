@@ -5,30 +5,45 @@ Such a hold is on blocks, and what expires or is evicted is a segment: all segme
 these blocks are kept. Which they are changes with every block that is stored or reused, so it is
 worked out where it matters, in the transaction that would take keys away, and written to
 `hold_segments` for everybody who only looks. While there is no such hold, that is one query.
+
+Holds fail closed. A row that cannot be what it says, because it is damaged, is in force whatever it
+says of being cleared, and keeps all of its tenant; where it does not say whose it is, everything.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, delete, insert
 
 from kvvault.catalog import membership
 from kvvault.catalog import schema as t
 from kvvault.catalog.database import direct
 from kvvault.catalog.membership import PromptTable, Snapshot
 from kvvault.catalog.rows import blob
+from kvvault.model import ID_BYTES
 from kvvault.sharing import I64, Blocks, Links, Mask, Segments, Sharing
 
-_IN_FORCE = "SELECT 1 FROM holds WHERE cleared_at IS NULL AND kind IN ('subject','prompt')"
+IN_FORCE = "typeof(holds.cleared_at) NOT IN ('real', 'integer')"
+"""Of a row of `holds`: nobody has cleared it."""
+
+DAMAGED = """
+    NOT (typeof(holds.target) = 'blob' AND (
+        holds.kind IN ('tenant', 'subject') AND length(holds.target) = 16
+        OR holds.kind = 'segment' AND length(holds.target) IN (0, 16)
+        OR holds.kind = 'prompt' AND length(holds.target) = 8))
+"""
+"""Of a row of `holds`: it does not say what it keeps. (A segment's id is emptied when the tenant is
+forgotten, and then there is nothing left to keep.)"""
+
+_OF_PARTS = f"SELECT 1 FROM holds WHERE {IN_FORCE} AND kind IN ('subject', 'prompt')"  # noqa: S608
 
 
 def protect(connection: Connection) -> None:
     """Bring `hold_segments` up to date."""
     h = t.hold_segments
     found = kept(connection)
-    if not found and not direct(connection, "SELECT 1 FROM hold_segments LIMIT 1")[0]:
-        return
-    known = {blob(row[0], "a held segment") for row in connection.execute(select(h.c.segment_id))}
+    # As they are: a damaged row is one more reason to write them anew.
+    known = {row[0] for row in direct(connection, "SELECT segment_id FROM hold_segments")[0]}
     if known != set(found):
         connection.execute(delete(h))
         for segment_id in found:
@@ -37,7 +52,7 @@ def protect(connection: Connection) -> None:
 
 def kept(connection: Connection) -> list[bytes]:
     """Segments with blocks of subjects or prompts that are held now."""
-    if not direct(connection, _IN_FORCE)[0]:
+    if not direct(connection, _OF_PARTS)[0]:
         return []
     state = membership.snapshot(connection)
     return _segments(state, held_prompts(connection, state, parts=True))
@@ -62,7 +77,7 @@ def tenant_of(connection: Connection, kind: str, target: bytes) -> bytes | None:
     else:
         query = """
             SELECT s.tenant_id FROM prompts p JOIN scopes s ON s.scope_no = p.scope_no
-            WHERE p.prompt_id = ?
+            WHERE p.prompt_id = ? AND p.gone = 0
         """
     rows, _ = direct(connection, query, (target,))
     return blob(rows[0][0], "a scope") if rows else None
@@ -70,13 +85,20 @@ def tenant_of(connection: Connection, kind: str, target: bytes) -> bytes | None:
 
 def held_prompts(connection: Connection, state: Snapshot, *, parts: bool = False) -> Mask:
     """Which prompts of a snapshot's table holds keep: on the prompt, on its subject and, unless
-    only `parts` are meant, on its tenant."""
-    rows, _ = direct(connection, "SELECT kind, target FROM holds WHERE cleared_at IS NULL")
+    only `parts` are meant, on its tenant. Damaged ones are asked about only with the latter."""
+    rows, _ = direct(
+        connection,
+        f"SELECT kind, target, tenant_id, {DAMAGED} FROM holds WHERE {IN_FORCE}",  # noqa: S608
+    )
     kept: dict[str, set[bytes]] = {"tenant": set(), "subject": set(), "prompt": set()}
-    for kind, target in rows:
-        if isinstance(target, bytes) and kind in kept:
-            kept[str(kind)].add(target)
     table = state.prompts
+    for kind, target, tenant_id, damaged in rows:
+        if damaged and not parts:
+            if not isinstance(tenant_id, bytes) or len(tenant_id) != ID_BYTES:
+                return ~table.gone
+            kept["tenant"].add(tenant_id)
+        elif not damaged and isinstance(target, bytes) and kind in kept:
+            kept[str(kind)].add(target)
     subjects = membership.text_numbers(connection, "subject", kept["subject"])
     found: Mask = np.isin(table.subject, np.array(subjects, np.int64))
     found |= table.having(kept["prompt"])

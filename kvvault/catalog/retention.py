@@ -19,6 +19,7 @@ from sqlalchemy import (
     insert,
     or_,
     select,
+    text,
     update,
 )
 from sqlalchemy.dialects.sqlite import insert as upsert
@@ -28,7 +29,7 @@ from kvvault.catalog import schema as t
 from kvvault.catalog.log import Fact
 from kvvault.catalog.operations import LIVE, next_change
 from kvvault.catalog.rows import blob, corrupt
-from kvvault.model import SegmentFacts
+from kvvault.model import ID_BYTES, SegmentFacts
 
 _TIME_MARK = "time_mark_ms"
 _NEVER = 1e300
@@ -131,21 +132,35 @@ def next_deadline(connection: Connection, *, after: float | None = None) -> floa
 
 
 def held(*, whole: bool = False) -> ColumnElement[bool]:
-    """Segments that a hold protects. `whole`: not because of single blocks in them, which may be
-    written to another segment."""
+    """Segments that a hold protects, or may protect: see `kvvault.catalog.protecting`. `whole`: not
+    because of single blocks in them, which may be written to another segment."""
     s, h, p = t.segments.c, t.holds.c, t.hold_segments.c
     of_all = exists(
         select(h.hold_no).where(
-            h.cleared_at.is_(None),
+            text(protecting.IN_FORCE),
             or_(
                 and_(h.kind == "tenant", h.target == s.tenant_id),
                 and_(h.kind == "segment", h.target == s.segment_id),
+                _unclear(s.tenant_id),
             ),
         )
     )
     if whole:
         return of_all
     return or_(of_all, exists(select(p.segment_id).where(p.segment_id == s.segment_id)))
+
+
+def _unclear(tenant_id: ColumnElement[bytes] | bytes) -> ColumnElement[bool]:
+    """Damaged holds that may be on something of a tenant."""
+    h = t.holds.c
+    return and_(
+        text(protecting.DAMAGED),
+        or_(
+            func.typeof(h.tenant_id) != "blob",
+            func.length(h.tenant_id) != ID_BYTES,
+            h.tenant_id == tenant_id,
+        ),
+    )
 
 
 def held_segments(connection: Connection) -> set[bytes]:
@@ -202,10 +217,16 @@ def live_of_tenant(connection: Connection, tenant_id: bytes) -> list[Candidate]:
 
 
 def tenant_held(connection: Connection, tenant_id: bytes) -> bool:
-    """Whether a hold on the tenant as such is in force."""
+    """Whether a hold on the tenant as such is in force, or on a subject or prompt of it, of which
+    nothing need be there."""
     h = t.holds.c
     statement = select(h.hold_no).where(
-        h.cleared_at.is_(None), h.kind == "tenant", h.target == tenant_id
+        text(protecting.IN_FORCE),
+        or_(
+            and_(h.kind == "tenant", h.target == tenant_id),
+            and_(h.kind.in_(("subject", "prompt")), h.tenant_id == tenant_id),
+            _unclear(tenant_id),
+        ),
     )
     return connection.execute(statement).first() is not None
 
@@ -372,8 +393,14 @@ def _forget_targets(connection: Connection, tenant_id: bytes) -> None:
     )
     connection.execute(
         update(t.holds)
-        .where(or_(h.target == tenant_id, *(h.target.in_(some) for some in of_it)))
-        .values(target=b"")
+        .where(
+            or_(
+                h.tenant_id == tenant_id,
+                h.target == tenant_id,
+                *(h.target.in_(some) for some in of_it),
+            )
+        )
+        .values(target=b"", tenant_id=None)
     )
 
 

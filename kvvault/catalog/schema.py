@@ -198,10 +198,13 @@ holds = Table(
     Column("placed_at", Float, nullable=False),
     Column("cleared_at", Float),
     Column("cleared_by", Text),
+    Column("tenant_id", LargeBinary),
     CheckConstraint("kind IN ('tenant','segment','subject','prompt')", name="hold_kind"),
     sqlite_autoincrement=True,
 )
-"""Legal holds. `target`: a tenant's or segment's id, or a keyed id of a subject or prompt."""
+"""Legal holds. `target`: a tenant's or segment's id, or a keyed id of a subject or prompt.
+`tenant_id`: whose that is, also of a subject of whom nothing is there yet; both are emptied when
+the tenant is forgotten."""
 
 hold_segments = Table(
     "hold_segments",

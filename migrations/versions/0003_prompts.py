@@ -39,6 +39,12 @@ def upgrade() -> None:
         sqlite_autoincrement=True,
     )
     op.create_index("ix_revoked_blocks_segment_id", "revoked_blocks", ["segment_id"])
+    op.add_column("holds", sa.Column("tenant_id", sa.LargeBinary(), nullable=True))
+    op.execute("UPDATE holds SET tenant_id = target WHERE kind = 'tenant' AND length(target) > 0")
+    op.execute(
+        "UPDATE holds SET tenant_id = (SELECT s.tenant_id FROM segments s "
+        "WHERE s.segment_id = holds.target) WHERE kind = 'segment'"
+    )
     op.create_table(
         "hold_segments",
         sa.Column("segment_id", sa.LargeBinary(), nullable=False),
@@ -184,4 +190,5 @@ def downgrade() -> None:
         "revoked_blocks",
     ):
         op.drop_table(table)
+    op.execute("ALTER TABLE holds DROP COLUMN tenant_id")
     op.execute("ALTER TABLE extents DROP COLUMN origins")

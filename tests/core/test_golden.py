@@ -171,7 +171,10 @@ class TestUpgrade:
         assert revision_of(catalog_of(place)) == schema.HEAD
         after = tables_of(catalog_of(place))
         assert after.keys() - before.keys() >= NEW_TABLES
-        for table in ("deletions", "holds", "policies", "purges", "tenants", "namespaces"):
+        tenants = {row[0] for row in before["tenants"]}
+        assert [row[:8] for row in after["holds"]] == before["holds"]
+        assert {row[8] for row in after["holds"]} <= tenants
+        for table in ("deletions", "policies", "purges", "tenants", "namespaces"):
             assert after[table] == before[table], table
         # Blocks are nobody's, and there are no prompts until one is recorded.
         assert [row[:6] for row in after["extents"]] == before["extents"]
@@ -225,6 +228,7 @@ class TestBothWays:
         assert declared(path) == golden_sql
         left = tables_of(path)
         used["extents"] = [row[:6] for row in used["extents"]]
+        used["holds"] = [row[:8] for row in used["holds"]]
         assert left == {name: used[name] for name in left}
         with open_vault(place) as vault:
             assert_all_there(vault)

@@ -607,6 +607,6 @@ def test_after_the_vault_is_closed_nothing_is_recorded(home: Home) -> None:
             subject="secret",
             labels={},
             preview="secret",
-            started_at=0.0,
+            steady=lambda: 0.0,
         )
     )

@@ -227,7 +227,7 @@ def test_holds_are_shown(world: World) -> None:
     for no, (kind, target) in enumerate(
         (("subject", jane.text_id), ("prompt", joes.prompt_id)), 90
     ):
-        text = "INSERT INTO holds VALUES (?, ?, ?, 'case', 'me', 0, NULL, NULL)"
+        text = "INSERT INTO holds VALUES (?, ?, ?, 'case', 'me', 0, NULL, NULL, NULL)"
         vault.catalog.write(partial(direct, text=text, parameters=(no, kind, target)))
     found = {name: facts.holds for name, facts in by_name(world).items()}
     assert found["bob/r9"] == (held.number,)

@@ -89,7 +89,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 def check_figures(world: World) -> None:
     sharing = world.sharing()
-    figures = sharing.figures()
+    figures, by_id = sharing.figures(), sharing.figures(world.ids())
     rows = {number: world.rows_of(number) for number in world.living}
     for number in world.living:
         at = int(sharing.position(column([number]))[0])
@@ -99,6 +99,10 @@ def check_figures(world: World) -> None:
         assert figures.bytes[at] == sum(SIZES[world.blocks[i][2]] for i in mine)
         assert figures.alone_blocks[at] == len(mine - others)
         assert figures.alone_bytes[at] == sum(SIZES[world.blocks[i][2]] for i in mine - others)
+        others_ids = {world.blocks[i][3] for i in others}
+        apart = {i for i in mine - others if world.blocks[i][3] not in others_ids}
+        assert by_id.alone_blocks[at] == len(apart)
+        assert by_id.alone_bytes[at] == sum(SIZES[world.blocks[i][2]] for i in apart)
         assert figures.tokens[at] == max((world.blocks[i][1] for i in mine), default=0)
         deadlines = [DEADLINES[world.blocks[i][2]] for i in mine]
         assert figures.first_deadline[at] == min(deadlines, default=math.inf)

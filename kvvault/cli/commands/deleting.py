@@ -224,7 +224,11 @@ def forget_tenant(
     _check_reason(reason)
     with open_to_plan(run) as vault:
         job = _Deletion.of(run, vault, _tenant_plan(vault, tenant))
-        holds = sum(hold.target == job.plan.tenant_id for hold in vault.holds())
+        # A segment's is in the plan; one on a subject or prompt counts also without any data.
+        holds = sum(
+            hold.tenant_id == job.plan.tenant_id and hold.kind.value != "segment"
+            for hold in vault.holds()
+        )
     job.refused = bool(holds or job.plan.held)
     if dry_run:
         return job.show()
@@ -280,7 +284,7 @@ def _held(held: int, gone: int) -> HeldError:
 
 
 def _tenant_held(holds: int, segments: int) -> HeldError:
-    what = "this tenant" if holds else f"{_plural(segments, 'segment')} of it"
+    what = "this tenant or a part of it" if holds else f"{_plural(segments, 'segment')} of it"
     return HeldError(
         f"a hold keeps {what}; nothing was done",
         hint="see: kvvault hold ls; clear the hold first, if that is right",
