@@ -20,7 +20,7 @@ from kvvault.cli.commands.deleting import (
     open_to_change,
     open_to_plan,
 )
-from kvvault.cli.commands.finding import TextQuestion, find_text, question_of
+from kvvault.cli.commands.finding import Found, TextQuestion, find_text, question_of
 from kvvault.cli.commands.limits import (
     MORE_THAN_HALF,
     PARTIAL,
@@ -71,17 +71,38 @@ class _Choice:
         if self.prompts:
             numbers = vault.prompts.numbers_of(self.prompts)
         if self.text is not None:
-            having = {
-                facts.number
-                for found in find_text(vault, self.text)
-                if found.chain is not None
-                for facts, tokens in found.chain.prompts
-                if tokens >= found.chain.tokens > 0
-            }
+            having = self._having(find_text(vault, self.text))
             numbers = having if numbers is None else numbers & having
         return vault.plan_erasure(
             self.conditions, tenant=self.tenant, numbers=numbers, include_shared=include_shared
         )
+
+    @staticmethod
+    def _having(answers: Sequence[Found]) -> set[int]:
+        """The prompts that begin with the whole text.
+
+        :raises UsageError: a namespace of the model cannot be asked; or only a part of the text
+            persists: what others have of it may be a system prompt, and they are not meant.
+        """
+        having: set[int] = set()
+        for found in answers:
+            if found.chain is None:
+                raise UsageError(
+                    f"namespace {found.namespace.digest.hex()[:8]} cannot be asked: {found.why}",
+                    hint="choose by --prompt, --request or --subject",
+                )
+            if 0 < found.chain.blocks < found.of_blocks:
+                raise UsageError(
+                    f"only {found.chain.blocks} of the {found.of_blocks} blocks of this text "
+                    "persist, which others may have, too",
+                    hint="see which prompts have them: kvvault prompts find; then --prompt",
+                )
+            having |= {
+                facts.number
+                for facts, tokens in found.chain.prompts
+                if tokens >= found.chain.tokens > 0
+            }
+        return having
 
 
 def erase(
@@ -119,8 +140,8 @@ def erase(
         typer.Option(
             "--text-file",
             metavar="FILE",
-            help="Prompts that begin with this text, as far as it persists; - for stdin. Takes "
-            "--tenant and --model.",
+            help="Prompts that begin with this text, which must persist as a whole; - for stdin. "
+            "Takes --tenant and --model.",
         ),
     ] = None,
     model: Annotated[
