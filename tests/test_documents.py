@@ -13,6 +13,7 @@ import typer.core
 import typer.main
 
 from kvvault.cli import app
+from kvvault.policy.document import Policy
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -226,3 +227,9 @@ def test_every_thread_is_listed() -> None:
     names = set(re.findall(r'name(?:_prefix)?(?:: str)? ?= ?"(kvvault-[a-z-]+)"', source))
     listed = set(re.findall(r"^\| `(kvvault-[a-z-]+?)-?\*?` \|", ARCHITECTURE, flags=re.MULTILINE))
     assert names == listed
+
+
+def test_the_readmes_policy_is_one() -> None:
+    [example] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    policy = Policy.parse(example, name="README.md")
+    assert [rule.name for rule in policy.rules] == ["research", "default"]

@@ -184,7 +184,11 @@ def _map(value: object) -> Mapping[str, Any]:
 
 
 def _rows(*pairs: tuple[str, object]) -> list[tuple[str, str]]:
-    return [(name, str(value)) for name, value in pairs if value not in (None, "")]
+    return [(name, _text(value)) for name, value in pairs if value not in (None, "")]
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _plain(text: str) -> str:

@@ -58,7 +58,7 @@ def test_a_subject(filled: Place, tmp_path: Path) -> None:
     assert said["kept"]["shared_prompts"] == 1
     assert "joe" not in receipt.read_text()
     again = run("erase", *chosen, *WHY, "--yes", *filled.flags)
-    assert (again.code, "would erase 0 prompts" in again.out) == (0, True)
+    assert (again.code, "no such prompt persists" in again.out) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,9 @@ def test_what_a_hold_keeps(filled: Place) -> None:
     done = run("erase", "--tenant", TENANTS[0], "--label", "team=x", *WHY, "--yes", *filled.flags)
     assert (done.code, "because a hold keeps it: 1 prompts" in done.out) == (3, True)
     assert set(left(filled)) == {"r2", "r3"}
+    nothing = run("erase", *held, *WHY, "--yes", *filled.flags)
+    assert nothing.code == 3  # a script must not take it for done
+    nothing.assert_two_lines()
     line = ("erase", "--tenant", TENANTS[0], *WHY, "--more-than-half", "--yes")
     assert run(*line, *filled.flags).code == 3
     assert set(left(filled)) == {"r2", "r3"}
@@ -248,7 +251,7 @@ def test_the_engines_copies(filled: Place, answer: int, reached: bool) -> None:
         done = run(
             "erase", "--subject", "joe", "--engine", url, *WHY, "--yes", "--json", *filled.flags
         )
-    assert done.code == 0
+    assert done.code == (0 if reached else 3)  # it may still find them in its own memory
     assert any(path.startswith("/reset_prefix_cache") for path in asked)
     copies = {one["what"]: one["reached"] for one in done.document["engine_copies"]}
     assert copies["device"] is reached
@@ -258,7 +261,7 @@ def test_the_engines_copies(filled: Place, answer: int, reached: bool) -> None:
     assert {one["what"]: one["reached"] for one in said} == copies
 
 
-@pytest.mark.parametrize(("answer", "code"), [(200, 0), (404, 0), (500, 3)])
+@pytest.mark.parametrize(("answer", "code"), [(200, 0), (404, 3), (500, 3)])
 def test_the_engines_copies_of_a_tenant(filled: Place, answer: int, code: int) -> None:
     """The receipt of forgetting is written with it; what the engine said stands in the log."""
     line = ("erase", "--tenant", TENANTS[0], *WHY, "--yes", "--more-than-half", *filled.flags)

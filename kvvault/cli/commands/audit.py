@@ -88,7 +88,13 @@ def tail(
             Cell(str(entry.index), right=True),
             Cell(iso_time(entry.at) or "-"),
             Cell(entry.kind),
-            Cell(" ".join(f"{name}={value}" for name, value in sorted(entry.facts.items()))),
+            Cell(
+                " ".join(
+                    f"{name}={','.join(value) if isinstance(value, list) else value}"
+                    for name, value in sorted(entry.facts.items())
+                    if value is not None
+                )
+            ),
         ]
         for entry in entries
     ]

@@ -33,7 +33,7 @@ from kvvault.cli.commands.limits import (
 )
 from kvvault.cli.formats import human_bytes, iso_time, parse_duration, path_text
 from kvvault.cli.run import Run, command
-from kvvault.errors import UsageError
+from kvvault.errors import HeldError, UsageError
 
 if TYPE_CHECKING:
     from kvvault.audit.receipts import EngineCopy
@@ -211,10 +211,12 @@ def erase(
     choice = _Choice(tenant, prompts or (), conditions, text)
     with open_to_plan(run) as vault:
         plan = choice.plan(vault, include_shared=include_shared)
-        vault.note_question("erase (plan)", rows=len(plan.numbers))
+        _note(vault, plan)
         shown = _Shown(run, plan, vault.provider_info(), live_bytes(vault))
-    if dry_run or not plan.numbers:
+    if dry_run:
         return shown.plan_only()
+    if not plan.numbers:
+        return shown.nothing()
     refuse_mass_deletion(plan.deletion, shown.live_bytes, allowed=more_than_half)
     run.output.confirm(f"Erase {_counted(plan)}? This cannot be undone.", yes=yes)
     with open_to_change(run) as vault:
@@ -227,13 +229,21 @@ def erase(
         shown = _Shown(run, now, shown.info, live_bytes(vault), later, less=_less(plan, now))
         refuse_mass_deletion(now.deletion, shown.live_bytes, allowed=more_than_half)
         if not now.numbers:
-            return shown.plan_only(dry_run=False)
+            return shown.nothing()
         asking = None if engine is None else _asking(engine)
         report = vault.erase(now, actor=who, reason=reason, engine=asking)
         # The newest: it is issued again with what an engine said.
         of_it = [one for one in vault.audit.receipts() if one.deletion_no == report.deletion_no]
         receipt = of_it[-1].receipt_id.hex() if of_it else None
     return shown.done(report, receipt, () if asking is None else asking.copies)
+
+
+def _note(vault: Vault, plan: ErasurePlan) -> None:
+    """A plan tells which prompts persist: the log has whose, as far as that was asked."""
+    about = {name: value for name, value in plan.scope.items() if name in ("subject", "subjects")}
+    vault.note_question(
+        "erase (plan)", tenant_id=plan.tenant_id, rows=len(plan.numbers), about=about
+    )
 
 
 def _conditions(
@@ -298,16 +308,34 @@ class _Shown:
     less: str | None = None
     """What had been asked about and is not there any more."""
 
-    def plan_only(self, *, dry_run: bool = True) -> int | None:
+    def plan_only(self) -> int | None:
         """Nothing was done; the exit code."""
         if self.run.output.json:
-            self.run.output.document({**self._document(), "dry_run": dry_run})
+            self.run.output.document({**self._document(), "dry_run": True})
             return None
         self.run.output.lines(f"would erase {_counted(self.plan)}", *_stays(self.plan))
         if self.plan.numbers:
             self.run.output.lines(claim(self.info))
         if self._more_than_half:
             self.run.output.note("that is more than half of the vault: it needs --more-than-half")
+        self._notes()
+        return None
+
+    def nothing(self) -> int | None:
+        """Nothing was to be done; the exit code.
+
+        :raises HeldError: because a hold keeps all that was meant.
+        """
+        held = self.plan.held_prompts
+        if held:
+            raise HeldError(
+                f"a hold keeps all {held} of these prompts; nothing was done",
+                hint="see: kvvault hold ls; clear the hold first, if that is right",
+            )
+        if self.run.output.json:
+            self.run.output.document({**self._document(), "dry_run": False})
+            return None
+        self.run.output.lines("no such prompt persists; nothing was done")
         self._notes()
         return None
 
