@@ -123,14 +123,20 @@ class Holder:
                 tenant_id = self._catalog.read(
                     partial(protecting.tenant_of, kind=holds.PROMPT, target=prompt_id)
                 )
-                keys = None if tenant_id is None else self._ring.known(tenant_id)
-                if keys is not None:
-                    known_as = keys.keyed_id("log", b"prompt" + prompt_id).hex()
+                known_as = self._log_id(tenant_id, b"prompt" + prompt_id)
             case (None, None, None, bytes()):
                 kind, target, known_as = HoldKind.SEGMENT, segment_id, segment_id.hex()
             case _:
                 raise ValueError("a hold is on a tenant, a subject, a prompt or a segment")
         return self._place(kind, target, reason, actor, now, known_as, tenant_id=whose)
+
+    def _log_id(self, tenant_id: bytes | None, what: bytes) -> str | None:
+        """How the audit log knows something of a tenant's; None when its keys cannot be had."""
+        row = self._catalog.read(lambda c: operations.get_tenant(c, tenant_id or b""))
+        try:
+            return None if row is None else self._ring.tenant(row).keyed_id("log", what).hex()
+        except KvvaultError:
+            return None
 
     def _tenant(self, name: str) -> TenantRow:
         row = find_tenant(self._catalog, self._ring, name)

@@ -55,6 +55,8 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
 _LEAST_ID_DIGITS = 4
+_WHENEVER = -math.inf
+"""A time before every deadline."""
 _GRACE_S = 600.0
 """Prompts that were used since are not pruned: their first blocks may be on their way, or their
 requests still running, of which every process tells once a minute."""
@@ -467,6 +469,19 @@ class Prompts:
             f"nothing is grouped by {by[:40]!r}", hint="by: tenant, class, model or age"
         )
 
+    def persist(
+        self, tenant: TenantKeys, namespace: Namespace, keys: Sequence[bytes]
+    ) -> list[bool]:
+        """Which blocks are on the disk, whatever their deadline: a hold may keep them beyond.
+
+        Raises:
+            ClosedError: the tenant was forgotten.
+            StorageError, CatalogError.
+        """
+        self._view.refresh()
+        ids = [tenant.block_id(namespace.digest, key) for key in keys]
+        return [self._view.find(one, _WHENEVER) is not None for one in ids]
+
     def find_chain(
         self,
         tenant: TenantKeys,
@@ -474,8 +489,8 @@ class Prompts:
         keys: Sequence[bytes],
         ends: Sequence[int],
     ) -> Chain:
-        """What persists of a text: `keys` are the engine's names of its blocks in order, `ends` the
-        tokens at which they end.
+        """What persists of a text, also what is not served any more and only kept: `keys` are the
+        engine's names of its blocks in order, `ends` the tokens at which they end.
 
         Raises:
             ValueError: as many keys as ends there are not.
@@ -485,11 +500,10 @@ class Prompts:
         if len(keys) != len(ends):
             raise ValueError(f"{len(keys)} keys, but {len(ends)} ends")
         self._view.refresh()
-        now = self._time.now()
         leading: dict[bytes, list[int]] = {}
         count = 0
         for key in keys:
-            location = self._view.find(tenant.block_id(namespace.digest, key), now)
+            location = self._view.find(tenant.block_id(namespace.digest, key), _WHENEVER)
             segment = None if location is None else self._view.segment(location.number)
             if location is None or segment is None:
                 break

@@ -103,6 +103,20 @@ class TestBesideHolds:
             vault.clear_hold(number, reason="over", actor="counsel")
             assert vault.stats().blocks == 0
 
+    def test_what_is_kept_and_not_served_is_still_found(self, home: Home) -> None:
+        clock = ManualClock(START)
+        with Vault.create(home.path, provider=home.provider, options=SMALL, clock=clock) as vault:
+            scope = vault.scope("alice", namespace())
+            send(vault, scope, [1, 2], "anna")
+            hold(vault, "anna")
+            clock.advance(25 * 3600)
+            vault.expire()
+            names = path(1, 2)
+            assert vault.contains(scope, names) == [False, False]
+            assert vault.prompts.persist(scope.keys, scope.namespace, names) == [True, True]
+            found = vault.prompts.find_chain(scope.keys, scope.namespace, names, [16, 32])
+            assert (found.blocks, [p.subject for p, _ in found.prompts]) == (2, ["anna"])
+
     def test_a_clock_that_is_not_believed_costs_the_neighbour_nothing(self, home: Home) -> None:
         clock = ManualClock(START)
         with Vault.create(home.path, provider=home.provider, options=SMALL, clock=clock) as vault:

@@ -175,7 +175,7 @@ def _ask(vault: Vault, space: Namespace, question: TextQuestion) -> Found:
         return Found(space, None, 0, f"{error}; {error.hint}")
     links = hashing.chain(question.tokens, how, adapter=question.adapter, salt=question.salt)
     # A block is named by all before it, so one that lives says so much, whatever is gone before it.
-    lives = vault.contains(scope, [link.key for link in links])
+    lives = vault.prompts.persist(scope.keys, space, [link.key for link in links])
     left = [link for link, here in zip(links, lives, strict=True) if here]
     chain = vault.prompts.find_chain(
         scope.keys, space, [link.key for link in left], [link.end for link in left]

@@ -133,7 +133,7 @@ def prompts_ls(
             descending=direction == "desc",
             limit=None if everything else limit,
         )
-        _note(vault, "prompts ls", tenant or _named(conditions), len(rows))
+        _note(vault, "prompts ls", tenant or _named(conditions), total)
         now = vault.time.steady()
     if run.output.json:
         run.output.document({"prompts": [_json(row) for row in rows], "total": total})
