@@ -14,7 +14,7 @@ than somebody's reuse of a block. It is decided again when nobody writes blocks 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -97,15 +97,18 @@ class BlockEraser:
             KvvaultError: whatever `decide` raises; then nothing happened.
         """
         first, report = self._revoke(decide, actor, reason)
+        touched = {facts.segment_id for facts in first.plan.segments}
         if engine is not None:
             self._ask(engine, first, report, actor, reason)
         with self._rewriter.alone():
             for _ in range(_ROUNDS):
-                _, again = self._revoke(decide, actor, reason, first=False)
+                more, again = self._revoke(decide, actor, reason, first=False)
                 report += again
                 if not again.blocks:
                     break
-            return replace(report, waiting_segments=self._compact())
+                touched.update(facts.segment_id for facts in more.plan.segments)
+            # What others left is the job's: an erasure takes as long as it takes by itself.
+            return replace(report, waiting_segments=self._compact(touched))
 
     def compact(self) -> int:
         """Destroy the keys of all segments that have revoked blocks, after what else is in them is
@@ -117,7 +120,7 @@ class BlockEraser:
         if self._catalog.read(revoking.oldest_waiting) is None:
             return 0
         with self._rewriter.alone():
-            return self._compact()
+            return self._compact(self._catalog.read(revoking.revoked_slots))
 
     # -- revoking ---------------------------------------------------------------------------------
 
@@ -198,10 +201,10 @@ class BlockEraser:
 
     # -- compacting -------------------------------------------------------------------------------
 
-    def _compact(self) -> int:
+    def _compact(self, segment_ids: Collection[bytes]) -> int:
         """The caller is alone."""
         left = 0
-        for segment_id in self._catalog.read(revoking.revoked_slots):
+        for segment_id in segment_ids:
             try:
                 done = self._compact_one(segment_id)
             except KvvaultError as exc:
@@ -221,8 +224,10 @@ class BlockEraser:
             plan = self._eraser.plan_segments([segment_id], Trigger.COMPACT)
             if not plan.segments:
                 return False  # a hold keeps it as it is
-            inside = self._catalog.read(partial(revoking.owners_in, segment_id=segment_id))
             revoked = self._catalog.read(partial(revoking.revoked_of, segment_id=segment_id))
+            if not revoked:
+                return True  # nothing of it was erased, after all
+            inside = self._catalog.read(partial(revoking.owners_in, segment_id=segment_id))
             copies = self._copies(row.facts, inside)
             self._revoke_copies(copies, {slot: inside[slot] for slot in inside if slot in revoked})
             there = {one for members in copies.values() for one in members}

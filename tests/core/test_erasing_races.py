@@ -26,6 +26,7 @@ import kvvault.view
 from kvvault.errors import StorageError
 from kvvault.model import Outcome
 from kvvault.rewriting import Rewriter
+from kvvault.segments.fence import Fence
 from kvvault.vault import Scope, Vault
 from tests.core.support import Home, assert_hits, content, dirty, get, keys, namespace, put
 
@@ -38,9 +39,29 @@ _FILES = {
         kvvault.segments.fence,
     )
 }
-_WAITS_S = 0.15
-"""A deletion that has not returned by then waits for the load (or the machine is slow: then the
-load simply goes on first, and that case is not tried, this time)."""
+_WAITS_S = 0.2
+"""A deletion that has not passed the fence by then waits for the load (or the machine is slow: then
+the load simply goes on first, and that case is not tried, this time)."""
+
+
+class Gate:
+    """Tells how far a deletion is: whether it has revoked, and whether it has passed the fence."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.revoked = threading.Event()
+        self.passed = threading.Event()
+        real = Fence.drain
+
+        def drain(fence: Fence, *args: Any, **named: Any) -> None:
+            self.revoked.set()
+            real(fence, *args, **named)
+            self.passed.set()
+
+        patch.setattr(Fence, "drain", drain)
+
+    def reset(self) -> None:
+        self.revoked.clear()
+        self.passed.clear()
 
 
 @dataclass
@@ -84,7 +105,7 @@ def races(home: Home, *, other: bool) -> Iterator[tuple[Vault, Scope, Vault, Sco
 
 
 def one_race(
-    vaults: tuple[Vault, Scope, Vault, Scope], number: int, stop_at: int
+    vaults: tuple[Vault, Scope, Vault, Scope], gate: Gate, number: int, stop_at: int
 ) -> tuple[int, bool]:
     """Stop a load at a line and delete meanwhile; the lines of a load, and whether the deletion
     was over first."""
@@ -106,8 +127,11 @@ def one_race(
     assert stepper.stopped.wait(30)
     published = bytes(buffers[0]) == content("a", victim)
     deleting = threading.Thread(target=delete)
+    gate.reset()
     deleting.start()
-    deleting.join(_WAITS_S)
+    assert gate.revoked.wait(30)
+    if gate.passed.wait(_WAITS_S):
+        deleting.join(30)
     first = not deleting.is_alive() and loading.is_alive() and not published
     stepper.go_on.set()
     loading.join(30)
@@ -130,6 +154,7 @@ def _fail(*_args: object) -> None:
     raise StorageError("a test", hint="a test")
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("other", "compacts"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("start", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_load_stopped_anywhere_publishes_nothing_afterwards(
@@ -138,13 +163,14 @@ def test_a_load_stopped_anywhere_publishes_nothing_afterwards(
     """Also when the segment cannot be compacted, so that it lives on with its key."""
     if not compacts:
         monkeypatch.setattr(Rewriter, "copy", _fail)
+    gate = Gate(monkeypatch)
     with races(home, other=other) as vaults:
         # Without a stop: how many lines there are, and the control that it hits.
-        lines, _ = one_race(vaults, 0, -1)
+        lines, _ = one_race(vaults, gate, 0, -1)
         assert lines > 50
         step = 1 if start == 0 else 11
         overtaken = [
-            one_race(vaults, number, stop_at)[1]
+            one_race(vaults, gate, number, stop_at)[1]
             for number, stop_at in enumerate(range(max(start, 1), lines, step), 1)
         ]
         # Outside the fence a load is overtaken, inside it is waited for: both were tried.
@@ -152,6 +178,7 @@ def test_a_load_stopped_anywhere_publishes_nothing_afterwards(
         assert not all(overtaken)
 
 
+@pytest.mark.timeout(300)
 def test_a_storm_of_loads_and_deletions(home: Home) -> None:
     """Whoever loads notes when it began, whoever deletes when it was done: no load that began later
     hits, until the block is stored again under another name."""
@@ -209,7 +236,7 @@ def test_a_storm_of_loads_and_deletions(home: Home) -> None:
         ]
         for thread in threads:
             thread.start()
-        patience = time.monotonic() + 60
+        patience = time.monotonic() + 150
         while len(gone) < 12 and time.monotonic() < patience:
             time.sleep(0.05)
         stop.set()
