@@ -228,6 +228,7 @@ class Writer:
         part: Part | None,
     ) -> PutReport:
         done = 0
+        turns = _NEW_FILE_ATTEMPTS
         while done < len(block_ids):
             try:
                 segment = self._check_out(to)
@@ -237,11 +238,14 @@ class Writer:
             try:
                 self._claim_space(segment, to, len(block_ids) - done)
             except KvvaultError as exc:
+                gone = isinstance(exc, SegmentGoneError)
+                segment.retired = segment.retired or gone
+                self._check_in(segment)
+                if gone and turns:  # somebody else has just sealed or deleted it: another one
+                    turns -= 1
+                    continue
                 if not isinstance(exc, NoSpaceError):  # those are counted, and come in storms
                     log.warning("blocks are not stored: %s", exc)
-                if isinstance(exc, SegmentGoneError):
-                    segment.retired = True
-                self._check_in(segment)
                 return PutReport(refused=len(block_ids) - done)
             piece = slice(done, done + min(segment.room, len(block_ids) - done))
             count = piece.stop - piece.start

@@ -74,6 +74,7 @@ def calls(vault: Vault, scope: Scope) -> dict[str, Callable[[], object]]:
         "prompts": lambda: vault.prompts,
         "audit": lambda: vault.audit,
         "note_question": lambda: vault.note_question("test", rows=0),
+        "note_engine": lambda: vault.note_engine(None, []),
         "plan_erasure": lambda: vault.plan_erasure([], tenant="alice"),
         "erase": lambda: vault.erase(vault.plan_erasure([], tenant="alice"), actor="x", reason="x"),
         "forget": lambda: vault.forget("alice"),
@@ -176,7 +177,7 @@ class TestClosing:
             call()
 
     def test_every_public_method_is_among_them(self, vault: Vault, scope: Scope) -> None:
-        public = {name for name in vars(Vault) if not name.startswith("_")}
+        public = {name for name in dir(Vault) if not name.startswith("_")}
         # What opens and closes it, what never raises, and what needs nothing that is closed.
         others = {"create", "open", "close", "contains", "touch", "time", "counters", "direct_io"}
         others |= {"provider_info", "key_warning", "prompt", "record", "settle_prompts"}
