@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -168,7 +168,12 @@ class PromptEraser:
             done.append(now)
             return Decision(
                 now.deletion,
-                Particulars(now.scope, len(now.numbers), now.kept),
+                # What was meant, too, but is held: of that only the plan knows.
+                Particulars(
+                    now.scope,
+                    len(now.numbers),
+                    replace(now.kept, held_prompts=plan.held_prompts),
+                ),
                 partial(membership.erase, numbers=now.numbers),
             )
 
