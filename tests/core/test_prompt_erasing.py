@@ -235,8 +235,9 @@ _STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(steps=_STEPS)
 def test_against_sets(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
