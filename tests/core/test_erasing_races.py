@@ -129,8 +129,8 @@ def one_race(
     deleting = threading.Thread(target=delete)
     gate.reset()
     deleting.start()
-    assert gate.revoked.wait(30)
-    if gate.passed.wait(_WAITS_S):
+    # Within one process it may also wait for a lock that the load holds.
+    if gate.revoked.wait(2) and gate.passed.wait(_WAITS_S):
         deleting.join(30)
     first = not deleting.is_alive() and loading.is_alive() and not published
     stepper.go_on.set()
