@@ -102,6 +102,9 @@ class BlockEraser:
             self._ask(engine, first, report, actor, reason)
         with self._rewriter.alone():
             for _ in range(_ROUNDS):
+                # Looked at outside of the writing thread: as a rule nothing has come back.
+                if not self._catalog.read(decide).plan.chosen:
+                    break
                 more, again = self._revoke(decide, actor, reason, first=False)
                 report += again
                 if not again.blocks:

@@ -11,7 +11,8 @@ purge         every `purge_every`             makes what was deleted unrecoverab
 scrub         every hour                      authenticates a part, all of it once a week
 reconcile     every ten minutes               repairs what processes left that died; prompts with
                                               nothing left leave the inventory
-checkpoint    every hour                      empties the catalog's log
+checkpoint    every hour                      signs the audit log if it grew, empties
+                                              the catalog's
 ============  ==============================  ===================================================
 """
 

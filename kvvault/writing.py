@@ -53,6 +53,9 @@ log = logging.getLogger(__name__)
 _NEW_FILE_ATTEMPTS = 5
 """Recovery elsewhere can only take a new file in the microsecond before it is locked."""
 
+_OTHER_SEGMENTS = 5
+"""How often a store takes another segment because the one it had was sealed or deleted."""
+
 _ScopeKey = tuple[object, ...]
 
 
@@ -228,7 +231,7 @@ class Writer:
         part: Part | None,
     ) -> PutReport:
         done = 0
-        turns = _NEW_FILE_ATTEMPTS
+        turns = _OTHER_SEGMENTS
         while done < len(block_ids):
             try:
                 segment = self._check_out(to)

@@ -10,12 +10,12 @@ from pathlib import Path
 from kvvault.catalog.reporting import Period
 from kvvault.layout import read_descriptor
 from kvvault.model import Clock, Namespace
-from kvvault.policy.document import Match, Policy, Rule
+from kvvault.policy.document import Match, Rule
 from kvvault.policy.durations import format_duration
 from kvvault.reporting.document import Answer, Report, ReportKind, Table
 from kvvault.vault import Vault
 
-__all__ = ["Source", "conditions", "lifetime", "named_rules"]
+__all__ = ["Source", "conditions", "lifetime"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,3 @@ def lifetime(rule: Rule) -> str:
     if rule.idle_s is not None:
         parts.append(f"or {format_duration(rule.idle_s)} after the last use")
     return " ".join(parts)
-
-
-def named_rules(policy: Policy) -> dict[str, Rule]:
-    return {rule.name: rule for rule in policy.rules}
