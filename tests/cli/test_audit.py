@@ -183,7 +183,7 @@ def test_what_makes_no_sense(deleted: Place, tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     nonsense = tmp_path / "nonsense"
     nonsense.write_bytes(b"\xff{}")
-    assert_error(run("receipt", "show", "00", *deleted.flags), 2, "no such receipt")
+    assert_error(run("receipt", "show", "00" * 16, *deleted.flags), 2, "no such receipt")
     assert_error(run("receipt", "verify", missing), 2, "cannot read a file")
     assert_error(run("receipt", "verify", nonsense), 1, "not a receipt")
     assert_error(run("audit", "prove", missing, *deleted.flags), 2, "cannot read a file")

@@ -15,7 +15,7 @@ from tests.core.support import Home, namespace
 SHM = Path("/dev/shm")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
     """A directory in memory, where waiting for the disk costs nothing; what needs a real disk uses
     `tmp_path`."""

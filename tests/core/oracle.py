@@ -104,8 +104,11 @@ def judge(damaged: Damaged) -> Verdict:
             tenant_rows.get(row["tenant_id"])
             != golden.rows.tenants[golden.lookup_ids[golden.owners[segment]]]
         ):
-            # Moved into a segment whose tenant has been damaged too.
+            # Moved into a segment whose tenant has been damaged too: its key may still open (only
+            # the name is damaged), and then what its file lacks is counted.
             verdict.outcomes[block] = {Outcome.TAMPERED, Outcome.MISS, Outcome.IO_FAILED}
+            if file is None or len(file) < (slot + 1) * BLOCK:
+                verdict.lost_exact = False
         elif file is None:
             verdict.outcomes[block] = {Outcome.MISS}
             if segment not in counted_missing:

@@ -50,7 +50,9 @@ def live(vault: Vault) -> dict[bytes, SegmentFacts]:
 
 
 def settled(facts: SegmentFacts) -> SegmentFacts:
-    """Whether a segment still takes blocks is for another thread to decide, at its own time."""
+    """Whether a segment still takes blocks, and when its uses reach the catalog, is for other
+    threads to decide, at their own time."""
+    facts = replace(facts, hits=0, last_used=None)
     return replace(facts, state=SegmentState.SEALED) if facts.state.live else facts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,17 +27,24 @@ from tests.crash.blocks import (
 from tests.crash.processes import Nursery
 
 
-def threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name.startswith("kvvault")}
+def threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("kvvault")}
 
 
-def test_a_clean_close(path: Path) -> None:
+@pytest.fixture
+def started() -> Callable[[], set[threading.Thread]]:
+    """What has been started since and still runs; what a test before left behind is its own."""
+    before = threads()
+    return lambda: threads() - before
+
+
+def test_a_clean_close(path: Path, started: Callable[[], set[threading.Thread]]) -> None:
     with Vault.open(path, options=OPTIONS) as vault:
         for (tenant, _), scope in scopes_of(vault).items():
             assert put(vault, scope, tenant, range(21)) == 21
         assert {f.state for f in vault.segments()} >= {"open"}
-        assert threads()
-    assert not threads()
+        assert started()
+    assert not started()
     vault.close()  # again does no harm
     assert {p.name for p in path.iterdir()} == {"VAULT", "catalog.sqlite3", "locks", "segments"}
     assert modes_ok(path)
@@ -86,7 +94,9 @@ def test_closing_one_process_leaves_the_log_to_the_other(path: Path, nursery: Nu
 
 
 @pytest.mark.parametrize("turn", range(5))
-def test_closing_under_load(path: Path, turn: int) -> None:
+def test_closing_under_load(
+    path: Path, turn: int, started: Callable[[], set[threading.Thread]]
+) -> None:
     """Puts and gets that are under way end as stored, refused, hit, miss or closed: never in a hang
     or with wrong bytes; and what was stored is there."""
     vault = Vault.open(path, options=OPTIONS)
@@ -118,7 +128,7 @@ def test_closing_under_load(path: Path, turn: int) -> None:
         worker.join(60)
         assert not worker.is_alive()
     assert not failures, failures
-    assert not threads()
+    assert not started()
     with Vault.open(path, options=OPTIONS) as vault:
         assert vault.recovery.clean  # the stores under way were waited for
         check_at_rest(vault, Ledger())
