@@ -361,7 +361,7 @@ class Eraser:
             return {}
         keys = self._ring.known(tenant_id)
         try:
-            return {"tenant": None if keys is None else keys.keyed_id("log", b"tenant").hex()}
+            return {"tenant": None if keys is None else keys.log_id("tenant")}
         except ClosedError:  # forgotten a moment ago
             return {"tenant": None}
 

@@ -112,29 +112,29 @@ class Holder:
                 kind, target = HoldKind.TENANT, self._tenant(tenant).tenant_id
                 keys = self._ring.known(target)
                 if keys is not None:
-                    known_as = keys.keyed_id("log", b"tenant").hex()
+                    known_as = keys.log_id("tenant")
             case (str(), str(), None, None):
                 row = self._tenant(tenant)
                 kind, keys, whose = HoldKind.SUBJECT, self._ring.tenant(row), row.tenant_id
                 target = keys.keyed_id("subject", encoded("subject", subject))
-                known_as = keys.keyed_id("log", b"subject" + target).hex()
+                known_as = keys.log_id("subject", target)
             case (None, None, bytes(), None):
                 kind, target = HoldKind.PROMPT, prompt_id
                 tenant_id = self._catalog.read(
                     partial(protecting.tenant_of, kind=holds.PROMPT, target=prompt_id)
                 )
-                known_as = self._log_id(tenant_id, b"prompt" + prompt_id)
+                known_as = self._log_id_of_prompt(tenant_id, prompt_id)
             case (None, None, None, bytes()):
                 kind, target, known_as = HoldKind.SEGMENT, segment_id, segment_id.hex()
             case _:
                 raise ValueError("a hold is on a tenant, a subject, a prompt or a segment")
         return self._place(kind, target, reason, actor, now, known_as, tenant_id=whose)
 
-    def _log_id(self, tenant_id: bytes | None, what: bytes) -> str | None:
-        """How the audit log knows something of a tenant's; None when its keys cannot be had."""
+    def _log_id_of_prompt(self, tenant_id: bytes | None, prompt_id: bytes) -> str | None:
+        """None when its tenant's keys cannot be had."""
         row = self._catalog.read(lambda c: operations.get_tenant(c, tenant_id or b""))
         try:
-            return None if row is None else self._ring.tenant(row).keyed_id("log", what).hex()
+            return None if row is None else self._ring.tenant(row).log_id("prompt", prompt_id)
         except KvvaultError:
             return None
 

@@ -284,13 +284,13 @@ class PromptEraser:
         keys = {tenant_id: self._ring.known(tenant_id) for tenant_id in tenants}
         if len(tenants) == 1:
             [only] = keys.values()
-            scope["tenant"] = None if only is None else only.keyed_id("log", b"tenant").hex()
+            scope["tenant"] = None if only is None else only.log_id("tenant")
         subjects = {int(table.subject[row]) for row in rows}
         named = []
         for text in membership.texts(connection, numbers=subjects - {0}):
             opened = keys.get(text.tenant_id)
             if opened is not None:
-                named.append(opened.keyed_id("log", b"subject" + text.text_id).hex())
+                named.append(opened.log_id("subject", text.text_id))
         if len(named) == len(subjects) == len(tenants) == 1 and 0 not in subjects:
             scope["subject"] = named[0]
         elif 0 < len(named) <= _MAX_NAMED:
@@ -299,7 +299,7 @@ class PromptEraser:
         for row, prompt_id in zip(rows, table.ids_of(np.flatnonzero(chosen)), strict=True):
             opened = keys[scopes[int(table.scope[row])][0]]
             if opened is not None:
-                known.append(opened.keyed_id("log", b"prompt" + prompt_id).hex())
+                known.append(opened.log_id("prompt", prompt_id))
         if len(known) <= _MAX_NAMED:
             scope["prompt_ids"] = sorted(known)
         else:

@@ -83,7 +83,7 @@ def _make(catalog: Catalog, ring: KeyRing, name: str) -> TenantRow:
         def write(connection: Connection) -> TenantRow:
             kept = purging.add_tenant(connection, made)
             if kept is made:
-                facts = {"tenant": _log_id(opened)}
+                facts = {"tenant": opened.log_id("tenant")}
                 log.append(connection, "tenant-key-made", made.created_at, facts)
             return kept
 
@@ -109,11 +109,7 @@ def log_id(catalog: Catalog, ring: KeyRing, tenant_id: bytes) -> str | None:
         StorageError, CatalogError.
     """
     row = catalog.read(partial(operations.get_tenant, tenant_id=tenant_id))
-    return None if row is None else _log_id(ring.tenant(row))
-
-
-def _log_id(keys: TenantKeys) -> str:
-    return keys.keyed_id("log", b"tenant").hex()
+    return None if row is None else ring.tenant(row).log_id("tenant")
 
 
 def unknown_tenant() -> UsageError:

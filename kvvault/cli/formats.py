@@ -20,6 +20,7 @@ __all__ = [
     "parse_size",
     "parse_time",
     "path_text",
+    "plural",
     "short_ids",
 ]
 
@@ -133,3 +134,8 @@ def _common(a: str, b: str) -> int:
         if left != right:
             return index
     return min(len(a), len(b))
+
+
+def plural(count: int, word: str) -> str:
+    """``1 segment``, ``2 segments``"""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"

@@ -39,7 +39,7 @@ import hmac
 import threading
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final
+from typing import Final, Literal
 
 from kvvault.crypto import aead
 from kvvault.crypto.aead import KeyedHasher, ReadBuffer, SegmentCipher
@@ -278,6 +278,16 @@ class TenantKeys:
         keyed = hasher.id(value)
         self._check_open()
         return keyed
+
+    def log_id(self, kind: Literal["tenant", "subject", "prompt"], target: bytes = b"") -> str:
+        """What the audit log and receipts call this tenant, a subject of it (`target`: its keyed
+        id, 16 bytes) or one of its prompts (its id, 8 bytes): 32 hex digits. No id of the catalog,
+        so that what is kept elsewhere leads to nothing in a copy of the vault once the tenant is
+        forgotten.
+
+        :raises ClosedError: after `close`.
+        """
+        return self.keyed_id("log", kind.encode() + target).hex()
 
     def wrap(self, key: ReadBuffer, aad: bytes) -> bytes:
         """Encrypt a 32-byte key under the tenant key: 60 bytes.

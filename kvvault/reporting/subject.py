@@ -62,7 +62,7 @@ def report(source: Source, *, tenant: str, subject: str) -> Report:
             hint="see `kvvault ls tenants`",
         )
     text_id = keys.keyed_id("subject", subject.encode())
-    keyed = keys.keyed_id("log", b"subject" + text_id).hex()
+    keyed = keys.log_id("subject", text_id)
     prompts, _ = vault.prompts.listing(
         [Condition("subject", "=", subject)], tenant=tenant, sort="first_used", descending=False
     )

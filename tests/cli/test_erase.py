@@ -32,8 +32,8 @@ def test_a_subject(filled: Place, tmp_path: Path) -> None:
     chosen = ("--tenant", TENANTS[0], "--subject", "joe")
     plan = run("erase", *chosen, *WHY, "--dry-run", *filled.flags)
     assert plan.code == 0
-    assert "would erase 1 prompts (2 blocks, 8.0 KiB)" in plan.out
-    assert "1 other prompts share it: 2 blocks" in plan.out
+    assert "would erase 1 prompt (2 blocks, 8.0 KiB)" in plan.out
+    assert "stays, shared with 1 other prompt: 2 blocks" in plan.out
     assert left(filled) == before
     done = run("erase", *chosen, *WHY, "--yes", "--json", *filled.flags)
     assert done.code == 0
@@ -96,7 +96,7 @@ def test_what_a_hold_keeps(filled: Place) -> None:
     held = ("--tenant", TENANTS[0], "--subject", "joe")
     assert run("hold", "set", *held, "--reason", "a case", *filled.flags).code == 0
     done = run("erase", "--tenant", TENANTS[0], "--label", "team=x", *WHY, "--yes", *filled.flags)
-    assert (done.code, "because a hold keeps it: 1 prompts" in done.out) == (3, True)
+    assert (done.code, "because a hold keeps it: 1 prompt" in done.out) == (3, True)
     assert set(left(filled)) == {"r2", "r3"}
     nothing = run("erase", *held, *WHY, "--yes", *filled.flags)
     assert nothing.code == 3  # a script must not take it for done

@@ -75,7 +75,7 @@ def test_what_a_hold_keeps_is_said_to_be_kept(place: Place, file: Path) -> None:
     hold(place, TENANTS[0])
     text = run("policy", "diff", file, *place.flags)
     assert text.code == 0
-    assert "kept by holds, and deleted when these are cleared: 1 segments, 6 blocks" in text.out
+    assert "kept by holds, and deleted when these are cleared: 1 segment, 6 blocks" in text.out
     done = run("policy", "apply", file, *place.flags, "--yes", "--json").document
     assert (done["held"], done["keep"], done["delete"]) == (SIX, SIX, NONE)
     assert done["deleted"] == NONE
@@ -95,7 +95,7 @@ def test_text(place: Place, file: Path) -> None:
     done = run("policy", "apply", file, *place.flags, "--yes")
     assert done.out.startswith(shown.out)
     assert "policy 2 is in force: test " in done.out
-    assert "deleted 1 segments, 6 blocks (24.0 KiB)" in done.out
+    assert "deleted 1 segment, 6 blocks (24.0 KiB)" in done.out
     assert "logical" in done.out  # the key is in a file
 
 
@@ -111,7 +111,7 @@ def test_without_a_terminal_it_has_to_be_confirmed(place: Place, file: Path) -> 
 @pytest.mark.parametrize(("answer", "code", "left"), [("n", 130, 2), ("y", 0, 1)])
 def test_on_a_terminal_it_asks(place: Place, file: Path, answer: str, code: int, left: int) -> None:
     asked = at_a_terminal(answer, "policy", "apply", str(file), *place.flags)
-    assert "Put test in force, and delete 1 segments, 6 blocks (24.0 KiB)? [y/N]" in asked.err
+    assert "Put test in force, and delete 1 segment, 6 blocks (24.0 KiB)? [y/N]" in asked.err
     assert asked.code == code
     assert len(described(place)) == left
 

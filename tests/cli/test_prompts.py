@@ -186,6 +186,32 @@ def test_every_question_is_an_entry_of_the_log(filled: Place) -> None:
         assert secret not in text
 
 
+def test_that_there_is_none_is_an_answer_too(filled: Place) -> None:
+    """Whether a tenant exists is what a guesser wants to know."""
+    before = len(asked(filled))
+    guess = ("--tenant", "a-guess")
+    for question in (
+        ("prompts", "ls", *guess),
+        ("prompts", "subjects", *guess),
+        ("prompts", "df", *guess),
+        ("prompts", "show", "00" * 8),
+        ("hold", "set", "--prompt", "00" * 8, "--reason", "x"),
+        ("erase", "--prompt", "00" * 8, "--reason", "x", "-n"),
+        ("erase", "--subject", "jane", *guess, "--reason", "x", "-n"),
+    ):
+        assert run(*question, *filled.flags).code == 2, question
+    entries = asked(filled)[before:]
+    assert [(e["command"], e["rows"], e["tenant"]) for e in entries] == [
+        ("prompts ls", 0, None),
+        ("prompts subjects", 0, None),
+        ("prompts df", 0, None),
+        ("prompts show", 0, None),
+        ("hold set", 0, None),
+        ("erase (plan)", 0, None),
+        ("erase (plan)", 0, None),
+    ]
+
+
 @pytest.fixture
 def unwritable(filled: Place) -> Iterator[Place]:
     """A catalog that somebody else keeps locked for writing."""

@@ -15,7 +15,7 @@ from kvvault.cli.commands.deleting import (
     open_to_change,
     open_to_plan,
 )
-from kvvault.cli.formats import Cell, human_bytes, iso_time, path_text
+from kvvault.cli.formats import Cell, human_bytes, iso_time, path_text, plural
 from kvvault.cli.run import Run, command
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _question(diff: PolicyDiff) -> str:
 
 
 def _words(segments: int, blocks: int, data_bytes: int) -> str:
-    return f"{segments} segments, {blocks} blocks ({human_bytes(data_bytes)})"
+    return f"{plural(segments, 'segment')}, {plural(blocks, 'block')} ({human_bytes(data_bytes)})"
 
 
 def _show(run: Run, diff: PolicyDiff) -> None:

@@ -22,7 +22,15 @@ from kvvault.cli.commands.limits import (
     refuse_mass_deletion,
     told,
 )
-from kvvault.cli.formats import Cell, human_bytes, human_duration, iso_time, path_text, short_ids
+from kvvault.cli.formats import (
+    Cell,
+    human_bytes,
+    human_duration,
+    iso_time,
+    path_text,
+    plural,
+    short_ids,
+)
 from kvvault.cli.inventory import Inventory
 from kvvault.cli.run import Run, command
 from kvvault.errors import HeldError, UsageError
@@ -284,7 +292,7 @@ def _held(held: int, gone: int) -> HeldError:
 
 
 def _tenant_held(holds: int, segments: int) -> HeldError:
-    what = "this tenant or a part of it" if holds else f"{_plural(segments, 'segment')} of it"
+    what = "this tenant or a part of it" if holds else f"{plural(segments, 'segment')} of it"
     return HeldError(
         f"a hold keeps {what}; nothing was done",
         hint="see: kvvault hold ls; clear the hold first, if that is right",
@@ -398,7 +406,7 @@ class _Deletion:
         if self.held and not self._expiring:
             raise _held(self.held, len(self.gone))
         if self.held:
-            log.warning("a hold keeps %s past the deadline", _plural(self.held, "segment"))
+            log.warning("a hold keeps %s past the deadline", plural(self.held, "segment"))
         if self.waiting is None:
             return 0
         log.warning(
@@ -468,7 +476,7 @@ class _Deletion:
 
     def _notes(self) -> None:
         """What else there is to know, on stdout as well: it belongs to the result."""
-        lines = [f"held, so it stays: {_plural(self.held, 'segment')}"] if self.held else []
+        lines = [f"held, so it stays: {plural(self.held, 'segment')}"] if self.held else []
         if self.waiting is not None:
             lines.append(
                 f"waiting for `kvvault clock accept`: {counted(self.waiting.segments)}, which are "
@@ -497,8 +505,4 @@ def counted(segments: Sequence[SegmentFacts]) -> str:
     """``2 segments (12 blocks, 48.0 KiB)``"""
     size = sum(facts.data_bytes for facts in segments)
     blocks = sum(facts.blocks for facts in segments)
-    return f"{_plural(len(segments), 'segment')} ({_plural(blocks, 'block')}, {human_bytes(size)})"
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+    return f"{plural(len(segments), 'segment')} ({plural(blocks, 'block')}, {human_bytes(size)})"

@@ -20,7 +20,13 @@ from kvvault.cli.commands.deleting import (
     open_to_change,
     open_to_plan,
 )
-from kvvault.cli.commands.finding import Found, TextQuestion, find_text, question_of
+from kvvault.cli.commands.finding import (
+    Found,
+    TextQuestion,
+    find_text,
+    question_of,
+    refusals_noted,
+)
 from kvvault.cli.commands.limits import (
     MORE_THAN_HALF,
     PARTIAL,
@@ -31,7 +37,7 @@ from kvvault.cli.commands.limits import (
     refuse_mass_deletion,
     told,
 )
-from kvvault.cli.formats import human_bytes, iso_time, parse_duration, path_text
+from kvvault.cli.formats import human_bytes, iso_time, parse_duration, path_text, plural
 from kvvault.cli.run import Run, command
 from kvvault.errors import HeldError, UsageError
 
@@ -151,6 +157,14 @@ def erase(
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Of --text-file: it is a chat.")] = False,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", metavar="DIR", help="Of --text-file: where the tokenizer is."),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option("--chat-template", metavar="FILE", help="Of --text-file: as the server's."),
+    ] = None,
     lora: Annotated[
         str | None, typer.Option("--lora", metavar="NAME=PATH", help="Of --text-file: adapter.")
     ] = None,
@@ -198,7 +212,16 @@ def erase(
                 "--text-file takes --tenant and --model",
                 hint="a block's name comes from both, see: kvvault prompts find",
             )
-        text = question_of(text_file, tenant, model, chat=chat, lora=lora, salt_file=salt_file)
+        text = question_of(
+            text_file,
+            tenant,
+            model,
+            chat=chat,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            lora=lora,
+            salt_file=salt_file,
+        )
     if not (prompts or conditions or text):
         if tenant is None:
             raise UsageError(
@@ -210,7 +233,8 @@ def erase(
         return forget_tenant(run, tenant, reason, who, more_than_half, dry_run, yes, asking)
     choice = _Choice(tenant, prompts or (), conditions, text)
     with open_to_plan(run) as vault:
-        plan = choice.plan(vault, include_shared=include_shared)
+        with refusals_noted(vault, "erase (plan)"):
+            plan = choice.plan(vault, include_shared=include_shared)
         _note(vault, plan)
         shown = _Shown(run, plan, vault.provider_info(), live_bytes(vault))
     if dry_run:
@@ -358,7 +382,7 @@ class _Shown:
             )
         else:
             self.run.output.lines(
-                f"erased {len(plan.numbers)} prompts: {report.blocks} blocks, "
+                f"erased {plural(len(plan.numbers), 'prompt')}: {plural(report.blocks, 'block')}, "
                 f"{human_bytes(report.data_bytes)}",
                 *_stays(plan),
                 *told(copies),
@@ -420,20 +444,24 @@ def _less(asked: ErasurePlan, now: ErasurePlan) -> str | None:
 
 
 def _counted(plan: ErasurePlan) -> str:
-    return f"{len(plan.numbers)} prompts ({plan.blocks} blocks, {human_bytes(plan.data_bytes)})"
+    prompts, blocks = plural(len(plan.numbers), "prompt"), plural(plan.blocks, "block")
+    return f"{prompts} ({blocks}, {human_bytes(plan.data_bytes)})"
 
 
 def _stays(plan: ErasurePlan) -> list[str]:
     lines = []
+    others = plural(plan.shared_prompts, "other prompt")
     if plan.shared_blocks and plan.include_shared:
-        lines.append(f"{plan.shared_prompts} other prompts lose blocks that they share")
+        lines.append(f"taken from {others}, too: blocks that they share")
     elif plan.shared_blocks:
         lines.append(
-            f"stays, because {plan.shared_prompts} other prompts share it: {plan.shared_blocks} "
-            f"blocks, {human_bytes(plan.shared_bytes)}"
+            f"stays, shared with {others}: {plural(plan.shared_blocks, 'block')}, "
+            f"{human_bytes(plan.shared_bytes)}"
         )
     if plan.held_prompts:
-        lines.append(f"stays, because a hold keeps it: {plan.held_prompts} prompts")
+        lines.append(f"stays, because a hold keeps it: {plural(plan.held_prompts, 'prompt')}")
     if plan.deletion.held:
-        lines.append(f"stays, because a hold keeps them: {len(plan.deletion.held)} segments")
+        lines.append(
+            f"stays, because a hold keeps it: {plural(len(plan.deletion.held), 'segment')}"
+        )
     return lines

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -20,7 +21,14 @@ if TYPE_CHECKING:
     from kvvault.promptfacts import Chain
     from kvvault.vault import Vault
 
-__all__ = ["Found", "TextQuestion", "find_text", "prompts_find", "question_of"]
+__all__ = [
+    "Found",
+    "TextQuestion",
+    "find_text",
+    "prompts_find",
+    "question_of",
+    "refusals_noted",
+]
 
 _MAX_TEXT: Final = 64 << 20
 _MAX_SALT: Final = 64 << 10
@@ -48,6 +56,17 @@ class Found:
     of_blocks: int
     why: str = ""
     """It cannot be asked."""
+
+
+@contextmanager
+def refusals_noted(vault: Vault, command: str) -> Iterator[None]:
+    """That there is no such prompt, or no such tenant, is an answer, too: it is written down like
+    any other before it is given."""
+    try:
+        yield
+    except UsageError:
+        vault.note_question(command, rows=0)
+        raise
 
 
 def prompts_find(
@@ -112,6 +131,10 @@ def prompts_find(
     )
     with run.open_vault() as vault:
         found = find_text(vault, question)
+    if question.salt is None and not any(one.chain and one.chain.blocks for one in found):
+        run.output.note(
+            "looked for without a salt; what was sent with a cache_salt takes --salt-file"
+        )
     return _show(run, len(question.tokens), found)
 
 
@@ -154,7 +177,8 @@ def find_text(vault: Vault, question: TextQuestion) -> list[Found]:
     from kvvault.integrations.vllm import hashing
 
     spaces = hashing.of_model([one.namespace for one in vault.namespaces()], question.model)
-    found = [_ask(vault, space, question) for space in spaces]
+    with refusals_noted(vault, "prompts find"):
+        found = [_ask(vault, space, question) for space in spaces]
     prompts = {facts.prompt_id for one in found if one.chain for facts, _ in one.chain.prompts}
     tenant_id = next((t.tenant_id for t in vault.tenants() if t.name == question.tenant), None)
     vault.note_question("prompts find", tenant_id=tenant_id, rows=len(prompts))

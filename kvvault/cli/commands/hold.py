@@ -16,7 +16,8 @@ from kvvault.cli.commands.deleting import (
     open_to_change,
     open_to_plan,
 )
-from kvvault.cli.formats import Cell, human_bytes, iso_time
+from kvvault.cli.commands.finding import refusals_noted
+from kvvault.cli.formats import Cell, human_bytes, iso_time, plural
 from kvvault.cli.inventory import Inventory
 from kvvault.cli.run import Run, command
 from kvvault.errors import UsageError
@@ -95,7 +96,7 @@ def hold_set(
 
 
 def _prompt_id(run: Run, prefix: str) -> bytes:
-    with open_to_plan(run) as vault:
+    with open_to_plan(run) as vault, refusals_noted(vault, "hold set"):
         return vault.prompts.show(prefix).facts.prompt_id
 
 
@@ -228,7 +229,7 @@ def _json(hold: Hold) -> dict[str, object]:
 
 
 def _kept(hold: Hold) -> str:
-    return f"keeping {hold.blocks} blocks ({human_bytes(hold.data_bytes)}) now"
+    return f"keeping {plural(hold.blocks, 'block')} ({human_bytes(hold.data_bytes)}) now"
 
 
 def _moment(seconds: float | None) -> str:

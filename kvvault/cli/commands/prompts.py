@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvvault.cli.commands.finding import prompts_find
+from kvvault.cli.commands.finding import prompts_find, refusals_noted
 from kvvault.cli.formats import (
     Cell,
     human_bytes,
@@ -126,13 +126,14 @@ def prompts_ls(
         raise UsageError("--sort: the direction is asc or desc", hint=f"for instance {name}:desc")
     conditions = conditions_of(filters or ())
     with run.open_vault() as vault:
-        rows, total = vault.prompts.listing(
-            conditions,
-            tenant=tenant,
-            sort=name,
-            descending=direction == "desc",
-            limit=None if everything else limit,
-        )
+        with refusals_noted(vault, "prompts ls"):
+            rows, total = vault.prompts.listing(
+                conditions,
+                tenant=tenant,
+                sort=name,
+                descending=direction == "desc",
+                limit=None if everything else limit,
+            )
         _note(vault, "prompts ls", tenant or _named(conditions), total)
         now = vault.time.steady()
     if run.output.json:
@@ -214,7 +215,8 @@ def prompts_show(
 ) -> int | None:
     """Show everything about one prompt: its blocks, with whom it shares, until when it is kept."""
     with run.open_vault() as vault:
-        detail = vault.prompts.show(ident)
+        with refusals_noted(vault, "prompts show"):
+            detail = vault.prompts.show(ident)
         vault.note_question("prompts show", tenant_id=detail.facts.tenant_id, rows=1)
     document = _detail(detail)
     if run.output.json:
@@ -269,7 +271,8 @@ def _detail(detail: Detail) -> dict[str, object]:
 def prompts_subjects(run: Run, tenant: _TENANT = None) -> int | None:
     """List subjects with prompts that persist. ALONE: what each of their prompts has alone."""
     with run.open_vault() as vault:
-        rows = vault.prompts.subjects(tenant=tenant)
+        with refusals_noted(vault, "prompts subjects"):
+            rows = vault.prompts.subjects(tenant=tenant)
         _note(vault, "prompts subjects", tenant, len(rows))
     if run.output.json:
         run.output.document({"subjects": [_subject(row) for row in rows]})
@@ -318,7 +321,8 @@ def prompts_df(
     """Show what is stored by tenant, retention class, model or age, and how much of it is no
     prompt's."""
     with run.open_vault() as vault:
-        rows = vault.prompts.usage(by, tenant=tenant)
+        with refusals_noted(vault, "prompts df"):
+            rows = vault.prompts.usage(by, tenant=tenant)
         _note(vault, "prompts df", tenant, len(rows))
     if run.output.json:
         run.output.document({"by": by, "groups": [_usage(row) for row in rows]})
