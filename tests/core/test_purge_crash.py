@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from kvvault.crypto.keys import tenant_key_aad
-from kvvault.crypto.providers import EphemeralProvider, FileProvider, KeyProvider
+from kvvault.crypto.providers import EphemeralProvider, FileProvider, KeyProvider, open_provider
 from kvvault.errors import KeyDestroyedError, KeyUnavailableError, StorageError
 from kvvault.vault import Vault
 from tests.core.purges import StepProvider, Steps, judge, populate, purge_in_steps
 from tests.core.support import SMALL, Home, keys, namespace, put, sqlite
+from tests.crypto.bao import running_bao, uri
 
 ROOT = Path(__file__).parents[2]
 PURGES = 20
@@ -97,6 +98,32 @@ def test_an_error_at_any_step_loses_nothing_and_is_made_up_for(place: Path, ever
             again.purge()
             judge_after(again, provider, wraps)
         shutil.rmtree(home.path)
+
+
+@pytest.mark.parametrize("when", ["create_epoch", "wrap", "destroy"])
+def test_req_k9_a_real_key_server_sealed_in_the_middle(
+    place: Path, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sealed before or after what a purge asks of OpenBao: what lives is served all the while, and
+    the next purge makes up for it."""
+    with running_bao(tmp_path / "bao") as server:
+        monkeypatch.setenv("BAO_TOKEN", server.token())
+        names = names_of_steps(place / "vault")
+        for moment in ("before", "after"):
+            number = len(names) - 1 - names[::-1].index(f"{moment} {when}")
+            provider = StepProvider(open_provider(uri(server), create=True))
+            home = Home(place / moment, provider)
+            with home.create() as vault:
+                populate(vault)
+                wraps = old_wraps(home.catalog)
+                with pytest.raises(KeyUnavailableError):  # after it is destroyed, that is checked
+                    purge_in_steps(vault, provider, Steps(number, server.seal))
+                judge(vault)
+                server.unseal()
+            with home.open() as again:
+                judge(again)
+                again.purge()
+                judge_after(again, provider, wraps)
 
 
 def test_a_kill_at_any_step_loses_nothing_and_is_made_up_for(place: Path) -> None:
