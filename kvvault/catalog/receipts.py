@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, LargeBinary, cast, func, insert, select
+from sqlalchemy import ColumnElement, Connection, LargeBinary, Row, cast, func, insert, select
 
 from kvvault.catalog import log
 from kvvault.catalog import schema as t
 from kvvault.catalog.operations import chunks
+from kvvault.catalog.rows import corrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class ReceiptRow:
 
 @dataclass(frozen=True, slots=True)
 class DeletionRow:
-    """What was revoked. Times are seconds since the epoch."""
+    """One deletion as it was revoked, and the purge that made it final, if one has. Times are
+    seconds since the epoch."""
 
     deletion_no: int
     trigger: str
@@ -37,6 +40,7 @@ class DeletionRow:
     blocks: int
     data_bytes: int
     revoked_at: float
+    purge_no: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,28 +133,43 @@ def _row(row: Sequence[object]) -> ReceiptRow:
     )
 
 
-def deletions(connection: Connection, numbers: Sequence[int]) -> Sequence[DeletionRow]:
-    """Deletions by their numbers, oldest first."""
+def deletions(connection: Connection, numbers: Sequence[int]) -> list[DeletionRow]:
+    """Deletions by their numbers, oldest first.
+
+    Raises:
+        CatalogCorruptError: a row that cannot be.
+    """
     d = t.deletions.c
     return [
-        DeletionRow(
-            int(m["deletion_no"]),
-            str(m["trigger"]),
-            str(m["actor"]),
-            str(m["reason"]),
-            int(m["segments"]),
-            int(m["blocks"]),
-            int(m["data_bytes"]),
-            float(m["revoked_at"]),
-        )
+        deletion_row(row)
         for chunk in chunks(sorted(numbers))
-        for m in (
-            row._mapping
-            for row in connection.execute(
-                select(t.deletions).where(d.deletion_no.in_(chunk)).order_by(d.deletion_no)
-            )
+        for row in connection.execute(
+            select(t.deletions).where(d.deletion_no.in_(chunk)).order_by(d.deletion_no)
         )
     ]
+
+
+def deletion_row(row: Row[Any]) -> DeletionRow:
+    """What a row of the table says.
+
+    Raises:
+        CatalogCorruptError: it cannot be.
+    """
+    m = row._mapping
+    try:
+        return DeletionRow(
+            deletion_no=int(m["deletion_no"]),
+            trigger=str(m["trigger"]),
+            actor=str(m["actor"]),
+            reason=str(m["reason"]),
+            segments=int(m["segments"]),
+            blocks=int(m["blocks"]),
+            data_bytes=int(m["data_bytes"]),
+            revoked_at=float(m["revoked_at"]),
+            purge_no=None if m["purge_no"] is None else int(m["purge_no"]),
+        )
+    except (TypeError, ValueError) as exc:
+        raise corrupt("a deletion") from exc
 
 
 def summed_up(

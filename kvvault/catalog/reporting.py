@@ -16,7 +16,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     LargeBinary,
-    Row,
     and_,
     cast,
     func,
@@ -27,6 +26,7 @@ from sqlalchemy import (
 from kvvault.catalog import jobs, log, retention
 from kvvault.catalog import schema as t
 from kvvault.catalog.jobs import RunRow
+from kvvault.catalog.receipts import DeletionRow, deletion_row
 from kvvault.catalog.retention import PolicyRow
 from kvvault.catalog.rows import blob, corrupt
 
@@ -43,23 +43,8 @@ class Period:
 
 
 @dataclass(frozen=True, slots=True)
-class DeletionRow:
-    """One deletion as it was revoked, and the purge that made it final, if one has."""
-
-    deletion_no: int
-    trigger: str
-    actor: str
-    reason: str
-    segments: int
-    blocks: int
-    data_bytes: int
-    revoked_at: float
-    purge_no: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiptRow:
-    """Where a receipt is; the document itself is asked for by its id."""
+class IssuedRow:
+    """That a receipt was issued, and of what; the document itself is asked for by its id."""
 
     receipt_id: bytes
     deletion_no: int | None
@@ -88,14 +73,7 @@ def list_deletions(connection: Connection, period: Period) -> list[DeletionRow]:
     """What was revoked in a period, oldest first."""
     d = t.deletions.c
     statement = select(t.deletions).where(_within(d.revoked_at, period)).order_by(d.deletion_no)
-    return [_deletion(row) for row in connection.execute(statement)]
-
-
-def get_deletions(connection: Connection, numbers: Sequence[int]) -> list[DeletionRow]:
-    """Deletions by their numbers, oldest first."""
-    d = t.deletions.c
-    statement = select(t.deletions).where(d.deletion_no.in_(numbers)).order_by(d.deletion_no)
-    return [_deletion(row) for row in connection.execute(statement)]
+    return [deletion_row(row) for row in connection.execute(statement)]
 
 
 def count_unpurged(connection: Connection, before: float) -> int:
@@ -114,24 +92,6 @@ def _within(column: ColumnElement[float], period: Period) -> ColumnElement[bool]
     return and_(column >= max(period.since, -1e300), column < min(period.until, 1e300))
 
 
-def _deletion(row: Row[Any]) -> DeletionRow:
-    m = row._mapping
-    try:
-        return DeletionRow(
-            deletion_no=int(m["deletion_no"]),
-            trigger=str(m["trigger"]),
-            actor=str(m["actor"]),
-            reason=str(m["reason"]),
-            segments=int(m["segments"]),
-            blocks=int(m["blocks"]),
-            data_bytes=int(m["data_bytes"]),
-            revoked_at=float(m["revoked_at"]),
-            purge_no=None if m["purge_no"] is None else int(m["purge_no"]),
-        )
-    except (TypeError, ValueError) as exc:
-        raise corrupt("a deletion") from exc
-
-
 # -- jobs ----------------------------------------------------------------------------------------
 
 
@@ -147,14 +107,14 @@ def list_runs(connection: Connection, period: Period) -> list[RunRow]:
 # -- receipts and the log ------------------------------------------------------------------------
 
 
-def list_receipts(connection: Connection) -> list[ReceiptRow]:
+def list_issued(connection: Connection) -> list[IssuedRow]:
     """Every receipt, oldest first."""
     r = t.receipts.c
     columns = (r.receipt_id, r.deletion_no, r.phase, r.entry_no)
     return [_receipt(row) for row in connection.execute(select(*columns).order_by(r.receipt_no))]
 
 
-def receipts_naming(connection: Connection, words: Sequence[str]) -> list[ReceiptRow]:
+def receipts_naming(connection: Connection, words: Sequence[str]) -> list[IssuedRow]:
     """Receipts whose document has one of these words (keyed ids in hex), oldest first. Reads every
     document: SQLite finds a text in some gigabytes a second."""
     r = t.receipts.c
@@ -206,9 +166,9 @@ def _names(column: ColumnElement[str], words: Sequence[str]) -> ColumnElement[bo
     return or_(*(func.instr(column, word) > 0 for word in words))
 
 
-def _receipt(row: Sequence[Any]) -> ReceiptRow:
+def _receipt(row: Sequence[Any]) -> IssuedRow:
     try:
-        return ReceiptRow(
+        return IssuedRow(
             receipt_id=blob(row[0], "a receipt"),
             deletion_no=None if row[1] is None else int(row[1]),
             phase=str(row[2]),

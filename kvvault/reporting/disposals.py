@@ -11,7 +11,8 @@ from kvvault.catalog import purging
 from kvvault.catalog import reporting as rows
 from kvvault.catalog.jobs import RunRow
 from kvvault.catalog.purging import PurgeRow
-from kvvault.catalog.reporting import DeletionRow, ReceiptRow
+from kvvault.catalog.receipts import DeletionRow
+from kvvault.catalog.reporting import IssuedRow
 from kvvault.reporting.document import Answer, Column, Kind, Report, ReportKind, Table
 from kvvault.reporting.sources import Source
 from kvvault.reporting.statements import backups
@@ -43,11 +44,11 @@ def report(source: Source) -> Report:
 
     def look(
         connection: Connection,
-    ) -> tuple[list[DeletionRow], list[PurgeRow], list[ReceiptRow], list[RunRow], int]:
+    ) -> tuple[list[DeletionRow], list[PurgeRow], list[IssuedRow], list[RunRow], int]:
         return (
             rows.list_deletions(connection, period),
             purging.list_purges(connection),
-            rows.list_receipts(connection),
+            rows.list_issued(connection),
             rows.list_runs(connection, period),
             rows.count_unpurged(connection, float("inf")),
         )
@@ -126,7 +127,7 @@ def report(source: Source) -> Report:
 def deletions_table(
     deletions: Sequence[DeletionRow],
     purges: Mapping[int, PurgeRow],
-    receipts: Sequence[ReceiptRow],
+    receipts: Sequence[IssuedRow],
 ) -> Table:
     """Every deletion with its times, and the receipts there are."""
     by_deletion: dict[int, list[str]] = {}

@@ -18,9 +18,11 @@ from sqlalchemy import Connection
 
 from kvvault.audit import receipts as papers
 from kvvault.catalog import purging
+from kvvault.catalog import receipts as issued
 from kvvault.catalog import reporting as rows
 from kvvault.catalog.purging import PurgeRow
-from kvvault.catalog.reporting import DeletionRow, EntryRow, ReceiptRow, facts_of
+from kvvault.catalog.receipts import DeletionRow
+from kvvault.catalog.reporting import EntryRow, IssuedRow, facts_of
 from kvvault.errors import FormatError, UsageError
 from kvvault.holding import Hold, HoldKind
 from kvvault.promptfacts import Condition, PromptFacts
@@ -40,7 +42,7 @@ class _Found:
     """What log, receipts and deletions say of a subject."""
 
     entries: list[EntryRow]
-    receipts: list[ReceiptRow]
+    receipts: list[IssuedRow]
     documents: dict[bytes, str]
     deletions: list[DeletionRow]
     purges: dict[int, PurgeRow]
@@ -137,7 +139,7 @@ def _look(connection: Connection, keyed: str) -> _Found:
     }
     receipts = [
         one
-        for one in rows.list_receipts(connection)
+        for one in rows.list_issued(connection)
         if one in naming or one.entry_no in numbered or one.deletion_no in deletions
     ]
     deletions |= {one.deletion_no for one in receipts if one.deletion_no is not None}
@@ -145,7 +147,7 @@ def _look(connection: Connection, keyed: str) -> _Found:
         entries,
         receipts,
         {one.receipt_id: rows.receipt_document(connection, one.receipt_id) for one in receipts},
-        rows.get_deletions(connection, sorted(deletions)),
+        issued.deletions(connection, sorted(deletions)),
         {purge.purge_no: purge for purge in purging.list_purges(connection)},
     )
 
