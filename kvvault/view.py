@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -330,6 +330,7 @@ class View:
             delta = self._catalog.poll()
             if delta is None:
                 return
+            died: dict[bytes, LiveSegment] = {}
             for row in delta.segments:
                 known = self._by_id.get(row.facts.segment_id)
                 if row.facts.state.live:
@@ -340,9 +341,13 @@ class View:
                     if row.facts.state is SegmentState.SEALED:
                         self._on_seal(row.facts.segment_id)
                 elif known is not None:
-                    self._forget(known)
-                    self._on_death(row.facts.segment_id)
-            self._add_extents(delta.extents)
+                    died[row.facts.segment_id] = known
+            # Before the dead go: who looks meanwhile, without the lock, finds what was written to
+            # another segment either there or where it was.
+            self._add_extents(one for one in delta.extents if one.segment_id not in died)
+            for segment_id, segment in died.items():
+                self._forget(segment)
+                self._on_death(segment_id)
             self._revoke(delta.revoked)
             self._on_policy(delta.policy_no)
 
@@ -373,7 +378,7 @@ class View:
             self._files.pop(segment.number, None)
         segment.close()
 
-    def _add_extents(self, extents: Sequence[Extent]) -> None:
+    def _add_extents(self, extents: Iterable[Extent]) -> None:
         placed: list[tuple[int, int, bytes]] = []
         for extent in extents:
             segment = self._by_id.get(extent.segment_id)

@@ -27,6 +27,7 @@ from kvvault.errors import StorageError
 from kvvault.model import Outcome
 from kvvault.rewriting import Rewriter
 from kvvault.segments.fence import Fence
+from kvvault.segments.index import SegmentIndex
 from kvvault.vault import Scope, Vault
 from tests.core.support import Home, assert_hits, content, dirty, get, keys, namespace, put
 
@@ -176,6 +177,29 @@ def test_a_load_stopped_anywhere_publishes_nothing_afterwards(
         # Outside the fence a load is overtaken, inside it is waited for: both were tried.
         assert any(overtaken)
         assert not all(overtaken)
+
+
+def test_what_stays_is_found_at_every_moment(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups take no lock, so they also come between two steps of taking in what another process
+    has committed: the copy is known before the original is forgotten."""
+    with races(home, other=True) as (loads, scope, deletes, there):
+        victim, neighbour = keys(2)
+        put(loads, scope, [victim, neighbour])
+        found: list[bool] = []
+        real = SegmentIndex.drop_segment
+
+        def drop(index: SegmentIndex, number: int) -> None:
+            real(index, number)
+            if index is loads._view._index:
+                found.append(loads._view.find(scope.block_id(neighbour), 0.0) is not None)
+
+        monkeypatch.setattr(SegmentIndex, "drop_segment", drop)
+        deletes.execute(deletes.plan_blocks(there, [victim]))
+        loads.refresh()
+        assert found == [True]
+        monkeypatch.undo()
+        assert get(loads, scope, [victim])[0] == [Outcome.MISS]
+        assert_hits(loads, scope, [neighbour])
 
 
 @pytest.mark.timeout(300)

@@ -114,7 +114,17 @@ class Bao:
         return self._request(method, path, None).status_code
 
     def pause(self) -> None:
+        """Stop it; when this returns, none of its threads runs any more."""
         os.kill(self.pid, signal.SIGSTOP)
+        end = time.monotonic() + _PATIENCE_S
+        while any(state != "T" for state in self._thread_states()):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def _thread_states(self) -> list[str]:
+        """See proc(5): the field behind the name, which is in brackets."""
+        stats = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return [one.read_text().rpartition(")")[2].split()[0] for one in stats]
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
