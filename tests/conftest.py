@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,3 +74,15 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:  # GiB; vLLM would take half the machine
             patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """A vault that a test leaves open works on beside whichever test comes next."""
+    before = set(threading.enumerate())
+    yield
+    left = set(threading.enumerate()) - before
+    left = {thread for thread in left if thread.name.startswith("kvvault")}
+    for thread in left:
+        thread.join(5)
+    assert not {thread.name for thread in left if thread.is_alive()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,8 +88,10 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path / "vault")
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path / "vault")
+    yield made
+    made.vault.close()
 
 
 ALL = {*(f"alice/r{n}" for n in range(6)), "bob/r9", "alice/brief"}
