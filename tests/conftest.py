@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +84,7 @@ def nothing_left_running() -> Iterator[None]:
     yield
     left = set(threading.enumerate()) - before
     left = {thread for thread in left if thread.name.startswith("kvvault")}
+    end = time.monotonic() + 5.0
     for thread in left:
-        thread.join(5)
+        thread.join(max(0.0, end - time.monotonic()))
     assert not {thread.name for thread in left if thread.is_alive()}

@@ -132,6 +132,19 @@ class CacheMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.stop()
         self.start()
+        there = self.probe()
+        assert all(self.safe[owner] <= names for owner, names in there.items())
+        self.safe = there
+
+    def probe(self) -> dict[str, set[bytes]]:
+        """What can be loaded after a start. Also what was damaged before: that is in the index
+        again until somebody loads it, and until then it would not be stored anew."""
+        return {
+            owner: {
+                n for n in NAMES if n not in absent and check_load(self.caches[owner], [n], owner)
+            }
+            for owner, absent in self.absent.items()
+        }
 
     @rule(which=st.integers(0, 63), bit=st.integers(0, 2**24 - 1))
     def damage(self, which: int, bit: int) -> None:
@@ -146,10 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.start()
         if files:
             # DRAM is empty after the start: exactly one block, of whichever tenant, is damaged.
-            hits = {
-                owner: {n for n in names if check_load(self.caches[owner], [n], owner)}
-                for owner, names in self.safe.items()
-            }
+            hits = self.probe()
             assert sum(len(self.safe[owner] - hits[owner]) for owner in hits) <= 1
             self.safe = hits
 
@@ -164,13 +174,13 @@ class CacheMachine(RuleBasedStateMachine):
                 assert cache.lookup([name]) == 1
 
     def teardown(self) -> None:
-        if self.caches:
+        with self.stack:
+            if self.caches:
+                self.stack.callback(self.stop)
             for owner, cache in self.caches.items():
                 cache.flush()
                 for name in self.safe[owner]:
                     assert check_load(cache, [name], owner) == 1
-            self.stop()
-        self.stack.close()
 
 
 CacheMachine.TestCase.settings = settings(
