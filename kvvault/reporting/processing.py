@@ -69,7 +69,8 @@ def report(source: Source) -> Report:
         Answer("transfers", "Art. 30(1)(e): transfers to third countries", _TRANSFERS,
                "kvvault doctor"),
         Answer("time_limits", "Art. 30(1)(f): time limits for erasure",
-               f"as each rule says, below; beyond recovery within {interval} after that", show),
+               f"as each rule says, below; within {interval} after that a purge, which is worth "
+               "what the key provider is", show),
         Answer("measures", "Art. 30(1)(g): technical and organisational measures", _MEASURES,
                "kvvault report encryption"),
         Answer("policy_digest", "SHA-256 of the policy this is taken from", policy.digest.hex(),

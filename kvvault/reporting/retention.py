@@ -29,6 +29,8 @@ class Overdue:
 
     segments: int
     """Past their deadline by more than a second, not held, and their key is there."""
+    unclear: int
+    """The same, only if the machine's clock is right, which is implausibly far ahead."""
     purges: int
     """Deletions that have waited for a purge for longer than the policy allows."""
     held: tuple[SegmentFacts, ...]
@@ -49,16 +51,17 @@ def overdue(source: Source) -> Overdue:
     longest = vault.policy().vault.purge_interval_s
 
     def look(connection: Connection) -> tuple[list[Candidate], int]:
-        late = deadlines.expired(connection, now)
+        late = deadlines.expired(connection, vault.time.now())
         return late, rows.count_unpurged(connection, source.now - longest)
 
     late, purges = vault.catalog.read(look)
     lateness = [now - one.facts.deadline for one in late if not one.held]
     return Overdue(
         segments=sum(one > LATE_S for one in lateness),
+        unclear=sum(one < 0 for one in lateness) if vault.time.suspect else 0,
         purges=purges,
-        held=tuple(one.facts for one in late if one.held),
-        by_s=max(lateness, default=0.0),
+        held=tuple(one.facts for one in late if one.held and one.facts.deadline <= now),
+        by_s=max([0.0, *lateness]),
     )
 
 
@@ -97,6 +100,14 @@ def report(source: Source, *, tenant: str | None = None) -> Report:
             Kind.COUNT,
             late.purges == 0,
         ),
+        Answer(
+            "unclear_segments",
+            "segments past their deadline only if the machine's clock is right (must be 0)",
+            late.unclear,
+            "kvvault clock show",
+            Kind.COUNT,
+            late.unclear == 0,
+        ),
         Answer("overdue_by", "how long the first of the former is late", late.by_s,
                "kvvault status", Kind.SPAN),
         Answer("held_segments", "segments past their deadline that a hold keeps (not served)",
@@ -107,8 +118,8 @@ def report(source: Source, *, tenant: str | None = None) -> Report:
         Answer("policy_applied_at", "in force since", applied.applied_at, "kvvault status",
                Kind.TIME),
         Answer("policy_applied_by", "put in force by", applied.actor, "kvvault status"),
-        Answer("purge_every", "deleted data is beyond recovery within", interval,
-               "kvvault policy show", Kind.SPAN),
+        Answer("purge_every", "a purge follows a deletion within (worth: see `encryption`)",
+               interval, "kvvault policy show", Kind.SPAN),
         Answer("oldest_age", "age of the oldest block",
                None if oldest is None else source.now - oldest,
                "kvvault ls segments --sort created_at --limit 1", Kind.SPAN),

@@ -193,7 +193,9 @@ def test_what_makes_no_sense(deleted: Place, tmp_path: Path) -> None:
         run("audit", "verify", "--log", nonsense, "--key", nonsense), 2, "not a public key"
     )
     where = missing / "deep"
-    assert_error(run("audit", "export", "-o", where, *deleted.flags), 1, "cannot write the file")
+    assert_error(
+        run("audit", "export", "-o", where, *deleted.flags), 1, "the file cannot be written"
+    )
     assert run("audit", "verify", "--against", nonsense, *deleted.flags).code == 1
 
 

@@ -118,9 +118,14 @@ class TestRetention:
         assert value(retention.report(audited.source()), "overdue_purges") == 0
 
     def test_a_clock_that_jumped_is_said_and_makes_nothing_overdue(self, audited: Audited) -> None:
+        assert value(retention.report(audited.source()), "unclear_segments") == 0
+        live = sum(facts.state.live for facts in audited.vault.segments())
         audited.clock.set_wall(BEGAN + 400 * 24 * HOUR)
         report = retention.report(audited.source())
-        assert value(report, "overdue_segments") == 0
+        assert value(report, "overdue_segments") == value(report, "overdue_by") == 0
+        # Nor is it said that all is well: nobody knows.
+        assert value(report, "unclear_segments") == live > 0
+        assert report.answer("unclear_segments").good is False
         assert value(report, "clock_plausible") is False
         assert not report.good
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from kvvault.cli.commands.deleting import open_to_change
+from kvvault.cli.files import write_private
 from kvvault.cli.formats import Cell, human_bytes, iso_time, path_text
 from kvvault.cli.run import Run, command
-from kvvault.errors import FormatError, StorageError, UsageError
+from kvvault.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
     from kvvault.audit.checkpoint import VerifierKey
@@ -413,14 +414,7 @@ def _hand_over(run: Run, text: str, output: Path | None) -> None:
     if output is None:
         run.output.lines(*text.removesuffix("\n").split("\n"))
         return
-    try:
-        output.write_bytes(text.encode("utf-8", "surrogateescape"))
-    except OSError as error:
-        raise StorageError(
-            f"cannot write the file: {(error.strerror or 'the system refuses').lower()}",
-            hint="check where --output leads to",
-            errno=error.errno,
-        ) from None
+    write_private(output, text.encode("utf-8", "surrogateescape"), "the file")
 
 
 def _where(output: Path | None) -> str | None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-import secrets
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kvvault.cli.files import write_private
 from kvvault.cli.formats import parse_time, path_text
 from kvvault.cli.run import Run, command
-from kvvault.errors import StorageError, UsageError
+from kvvault.errors import UsageError
 from kvvault.model import SystemClock
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def report(
     made = _made(run, which, period, tenant, subject)
     text = render(made, Format(form.value))
     if output is not None:
-        _write(output, text)
+        write_private(output, text.encode(), "the report")
         if run.output.json:
             run.output.document(
                 {
@@ -130,8 +129,8 @@ def report(
     else:
         run.output.lines(*text.splitlines())
     if which is _Which.RETENTION:
-        late = (made.answer("overdue_segments"), made.answer("overdue_purges"))
-        return None if all(answer.value == 0 for answer in late) else 1
+        late = ("overdue_segments", "unclear_segments", "overdue_purges")
+        return None if all(made.answer(name).value == 0 for name in late) else 1
     return None
 
 
@@ -181,25 +180,3 @@ def _made(
 def _check_tenant(vault: Vault, tenant: str) -> None:
     if not any(known.name == tenant for known in vault.tenants()):
         raise UsageError("the vault has no such tenant", hint="see `kvvault ls tenants`")
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: a report that is cut off could be read as one that ends there.
-
-    :raises StorageError: it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(temporary, flags, 0o600), "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError(
-            f"the report cannot be written: {os.strerror(error.errno or 0).lower()}",
-            hint="name a file in a directory that exists and has room",
-            errno=error.errno,
-        ) from error
