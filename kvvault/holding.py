@@ -22,6 +22,7 @@ from kvvault.catalog.rows import TenantRow
 from kvvault.errors import CatalogCorruptError, KvvaultError, UsageError
 from kvvault.keyring import KeyRing
 from kvvault.model import SegmentFacts
+from kvvault.scope import check_name
 from kvvault.tenants import find_tenant, unknown_tenant
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class Holder:
                     known_as = keys.log_id("tenant")
             case (str(), str(), None, None):
                 row = self._tenant(tenant)
+                check_name(subject, "subject")
                 kind, keys, whose = HoldKind.SUBJECT, self._ring.tenant(row), row.tenant_id
                 target = keys.keyed_id("subject", encoded("subject", subject))
                 known_as = keys.log_id("subject", target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import stat
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ def test_the_log_is_checked_with_files_alone(deleted: Place, tmp_path: Path) -> 
     log, key, note = tmp_path / "log", tmp_path / "key", tmp_path / "note"
     assert run("audit", "checkpoint", "-o", note, *deleted.flags).code == 0
     assert run("audit", "export", "-o", log, *deleted.flags).code == 0
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (note, log)} == {0o600}
     key.write_text(run("audit", "key", *deleted.flags).out)
     offline = ("audit", "verify", "--log", log, "--key", key, "--against", note)
     result = run(*offline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pysqlite3.dbapi2 as sqlite
 import pytest
 
 from tests.cli.conftest import Place
@@ -91,3 +92,24 @@ def test_accepting_is_asked_about_on_a_terminal(
     assert len(segments(place)) == (2 if code else 0)
     if code == 0:
         assert "the clock is accepted" in asked.out
+
+
+def test_what_a_hold_on_a_person_keeps_waits_for_no_clock(filled: Place) -> None:
+    held = run("hold", "set", "--tenant", TENANTS[0], "--subject", "jane", "--reason", "x",
+               *filled.flags, "--json").document["hold"]["segments"]  # fmt: skip
+    live = len(run("ls", "segments", *filled.flags, "--json").document["segments"])
+    assert 0 < held < live
+    back = 30 * DAY
+    with sqlite.connect(str(filled.path / "catalog.sqlite3")) as connection:
+        connection.execute(
+            "UPDATE segments SET delete_by = delete_by - ?, created_at = created_at - ?",
+            (back, back),
+        )
+        connection.execute(
+            "UPDATE counters SET value = value - ? WHERE name = 'time_mark_ms'", (1000 * back,)
+        )
+    connection.close()
+    shown = run("clock", "show", *filled.flags, "--json").document
+    assert (shown["suspect"], shown["waiting_segments"]) == (True, live - held)
+    plan = run("expire", "--dry-run", *filled.flags, "--json").document
+    assert plan["waiting"]["segments"] == live - held

@@ -306,3 +306,30 @@ def test_tenants_do_not_mix(filled: Place) -> None:
     assert set(left(filled)) == {"r1", "r3", "r4"}
     assert run("erase", "--subject", "joe", *WHY, "--yes", *filled.flags).code == 0
     assert set(left(filled)) == {"r1", "r3"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("--model", "m"),
+        ("--chat",),
+        ("--lora", "a=b"),
+        ("--tokenizer", "t"),
+        ("--salt-file", "s"),
+        ("--include-shared",),
+        ("--subject", ""),
+        ("--request", ""),
+    ],
+    ids=lambda line: line[0],
+)
+def test_what_a_script_left_out_does_not_erase_a_tenant(
+    filled: Place, line: tuple[str, ...]
+) -> None:
+    before = left(filled)
+    whole = ("--tenant", TENANTS[0], *WHY, "--yes", "--more-than-half", *filled.flags)
+    result = run("erase", *line, *whole)
+    assert result.code == 2
+    result.assert_two_lines()
+    assert left(filled) == before
+    assert run("erase", *whole).code == 0  # the control: this is all of the tenant
+    assert left(filled) == {"r3": 3}

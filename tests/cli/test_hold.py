@@ -140,3 +140,12 @@ def test_clearing_is_asked_about_on_a_terminal(place: Place, answer: str, code: 
     assert "Clear hold 1?" in asked.err
     left = run("hold", "ls", *place.flags, "--json").document["holds"]
     assert len(left) == (0 if code == 0 else 1)
+
+
+@pytest.mark.parametrize("on", [("--tenant", "acme-canary"), ("--segment", "0000"), ()])
+def test_a_subject_that_nobody_can_have(place: Place, on: tuple[str, ...]) -> None:
+    """A variable that was not set: nothing would be held, and it would look as if."""
+    result = run("hold", "set", *on, "--subject", "", "--reason", "x", *place.flags)
+    assert result.code == 2
+    result.assert_two_lines()
+    assert run("hold", "ls", *place.flags, "--json").document["holds"] == []

@@ -48,13 +48,13 @@ class _Clocks:
         vault_time = time.steady()
         suspect, ahead = time.suspect, time.ahead_s
         wall = SystemClock().now()
-        held = {hold.target for hold in vault.holds()}
+        held = frozenset[bytes]().union(*(hold.segment_ids for hold in vault.holds()))
         waiting = [
             facts
             for facts in vault.segments()
             if facts.state.live
             and vault_time < facts.deadline <= wall
-            and not held & {facts.segment_id, facts.tenant_id}
+            and facts.segment_id not in held
         ]
         return cls(
             wall,

@@ -161,7 +161,7 @@ def rm(
     dry_run: DRY_RUN = False,
     yes: YES = False,
 ) -> int | None:
-    """Delete segments. When it returns, no process serves their blocks.
+    """Delete segments. When it returns, no process serves their blocks from the vault.
 
     What a hold keeps stays, and the exit code is then 3.
     """
@@ -316,11 +316,12 @@ def _waiting(vault: Vault, plan: DeletionPlan) -> _Waiting | None:
         return None
     latest = vault.time.now()
     due = {facts.segment_id for facts in (*plan.segments, *plan.held)}
+    kept = due.union(*(hold.segment_ids for hold in vault.holds()))
     return _Waiting(
         [
             facts
             for facts in vault.segments()
-            if facts.state.live and facts.deadline <= latest and facts.segment_id not in due
+            if facts.state.live and facts.deadline <= latest and facts.segment_id not in kept
         ],
         vault.time.ahead_s,
     )

@@ -192,9 +192,9 @@ def erase(
 ) -> int | None:
     """Erase prompts: their blocks that no other prompt shares, and all that is known of them.
 
-    When it returns, no process serves these blocks. What others share stays (it is only what is
-    common to them), and so does what a hold keeps: then the exit code is 3. The receipt says all of
-    it: kvvault receipt show.
+    When it returns, no process serves these blocks from the vault. What others share stays (it is
+    only what is common to them), and so does what a hold keeps: then the exit code is 3. All of it
+    is on the receipt: kvvault receipt show.
     """
     from kvvault.holding import check_text
 
@@ -222,7 +222,17 @@ def erase(
             lora=lora,
             salt_file=salt_file,
         )
+    elif chat or any(one is not None for one in (model, tokenizer, chat_template, lora, salt_file)):
+        raise UsageError(
+            "options of a text, but no text: --text-file is missing",
+            hint="without it they would choose nothing; see: kvvault erase --help",
+        )
     if not (prompts or conditions or text):
+        if include_shared:
+            raise UsageError(
+                "--include-shared says nothing about a whole tenant",
+                hint="leave it out: everything of the tenant goes in any case",
+            )
         if tenant is None:
             raise UsageError(
                 "nothing says which prompts are meant",
@@ -277,11 +287,15 @@ def _conditions(
     older_than: str | None,
 ) -> list[Condition]:
     from kvvault.promptfacts import LABEL, Condition
+    from kvvault.scope import check_name
 
     found = []
+    # An empty one is a variable that was not set, rather than nobody.
     if request is not None:
+        check_name(request, "request id")
         found.append(Condition("request", "=", request))
     if subject is not None:
+        check_name(subject, "subject")
         found.append(Condition("subject", "=", subject))
     for label in labels or ():
         name, equals, value = label.partition("=")

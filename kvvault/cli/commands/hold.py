@@ -71,7 +71,8 @@ def hold_set(
     is not served, held or not.
     """
     who = actor_name(actor)
-    if sum(one is not None for one in (tenant, prompt, segment)) != 1 or (subject and not tenant):
+    alone = subject is not None and tenant is None
+    if sum(one is not None for one in (tenant, prompt, segment)) != 1 or alone:
         raise UsageError(
             "a hold is on a tenant, a subject of a tenant, a prompt or a segment",
             hint="give one of --tenant, --prompt and --segment; with --tenant perhaps --subject",
