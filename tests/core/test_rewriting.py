@@ -239,6 +239,7 @@ def test_a_segment_that_was_given_up_is_not_taken_in_without_its_blocks(home: Ho
         assert_missing(two, there, keys(3))
         assert_hits(one, mine, keys(2, 1))
         one.reconcile()
+        two._view.refresh()  # else it is told a moment later
         for handle, place in ((one, mine), (two, there)):
             assert_missing(handle, place, keys(1))
             assert_hits(handle, place, keys(2, 1))
