@@ -222,19 +222,28 @@ class Eraser:
         self, targets: Sequence[Targets], trigger: Trigger = Trigger.ERASE
     ) -> DeletionPlan:
         """Single blocks; what else is in their segments stays. `kvvault.erasing` executes it."""
-
         return self._catalog.read(partial(self.find_blocks, targets=targets, trigger=trigger))
 
     def find_blocks(
         self, connection: Connection, targets: Sequence[Targets], trigger: Trigger
     ) -> DeletionPlan:
-        """As `plan_blocks`, in a transaction of the caller."""
+        """As `plan_blocks`, in a transaction of the caller. Blocks of subjects and prompts that are
+        held stay; of their segments the plan says so, with no more than these blocks."""
         places: revoking.Places = {}
+        kept: dict[bytes, int] = {}
         for one in targets:
-            places |= revoking.find_blocks(
+            held = protecting.held_blocks(connection, one.tenant_id)
+            found = revoking.find_blocks(
                 connection, one.tenant_id, one.namespace_digest, one.block_ids
             )
-        return self.plan_places(connection, places, targets, trigger)
+            places |= revoking.apart_from(found, held)
+            kept |= revoking.counts(found, held)
+        plan = self.plan_places(connection, places, targets, trigger)
+        parts = retention.live_among(
+            connection, list(kept.keys() - {facts.segment_id for facts in plan.held})
+        )
+        some = (replace(one.facts, blocks=kept[one.facts.segment_id]) for one in parts)
+        return replace(plan, held=(*plan.held, *some))
 
     def plan_places(
         self,

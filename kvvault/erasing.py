@@ -233,13 +233,16 @@ class BlockEraser:
             inside = self._catalog.read(partial(revoking.owners_in, segment_id=segment_id))
             copies = self._copies(row.facts, inside)
             self._revoke_copies(copies, {slot: inside[slot] for slot in inside if slot in revoked})
+            stay = {slot: one for slot, one in inside.items() if slot not in revoked}
             there = {one for members in copies.values() for one in members}
-            self._rewriter.copy(
-                segment_id,
-                sorted(
-                    slot for slot, one in inside.items() if slot not in revoked and one not in there
-                ),
+            into = self._rewriter.copy(
+                segment_id, sorted(slot for slot, one in stay.items() if one not in there)
             )
+            # The key goes for good, so what was copied must be there for good: now, or by an
+            # attempt that died before it got here.
+            wanted = set(stay.values())
+            into.update(one for one, members in copies.items() if members.keys() & wanted)
+            self._rewriter.sync(into)
             if self._destroy(plan, segment_id, revoked):
                 return True
         return False

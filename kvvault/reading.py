@@ -144,7 +144,12 @@ class Reader:
     ) -> list[Outcome]:
         """Load slots of one segment (ascending) to write them again: not counted, and whatever the
         deadline. What is past it is served to nobody, but may be kept: by a hold, or because the
-        clock is not believed."""
+        clock is not believed.
+
+        TAMPERED and MISS say that a block is lost: its bytes were read and are not authentic, are
+        not there, or it was revoked. What cannot be told now, because the file or the key is not as
+        it should be or the vault is being closed, is IO_FAILED or KEY_UNAVAILABLE, and the segment
+        stays in the view: whoever reads it again may find it in order."""
         return [
             outcome
             for batch in batches(len(wanted), segment.place.block_bytes, self._batch_bytes)
@@ -159,33 +164,34 @@ class Reader:
         *,
         to_keep: bool = False,
     ) -> list[Outcome]:
-        """One batch of one segment. `to_keep`: not to serve it."""
+        """One batch of one segment. `to_keep`: as `read_slots`, not to serve it."""
         n = len(wanted)
+        unclear = Outcome.IO_FAILED if to_keep else Outcome.MISS
         try:
             cipher = self._view.cipher(segment)
         except (KeyUnavailableError, UnsafeFileError, FormatError):
             return [Outcome.KEY_UNAVAILABLE] * n  # also when the provider's own files need repair
         except (KeyDestroyedError, ClosedError):
-            return [Outcome.MISS] * n  # it died while we looked
+            return [unclear] * n  # it died while we looked
         except WrongKeyError:
-            self._refuse(segment, "its key does not open or does not match its commitment")
-            return [Outcome.TAMPERED] * n
+            reason = "its key does not open or does not match its commitment"
+            return [self._refuse(segment, reason, to_keep=to_keep)] * n
         except KvvaultError:
             return [Outcome.IO_FAILED] * n
         try:
             file = self._view.file(segment)
             sealed = read_ciphertext(file, segment.place.block_bytes, wanted, self._staging())
         except UnsafeFileError:
-            self._refuse(segment, "its file is not a private file of ours")
-            return [Outcome.TAMPERED] * n
+            reason = "its file is not a private file of ours"
+            return [self._refuse(segment, reason, to_keep=to_keep)] * n
         except FileNotFoundError:
-            return self._missing_file(segment, n)
+            return [self._missing_file(segment, to_keep=to_keep)] * n
         except KvvaultError:
             return [Outcome.IO_FAILED] * n
         try:
             return self._publish(segment, cipher, wanted, sealed, guard, to_keep=to_keep)
         except ClosedError:
-            return [Outcome.MISS] * n
+            return [unclear] * n
         except KvvaultError:
             return [Outcome.IO_FAILED] * n  # the catalog did not answer: when in doubt, miss
 
@@ -204,7 +210,7 @@ class Reader:
         with self._turns, self._fence.shared():
             self._view.refresh()
             if self._view.segment(segment.number) is not segment:
-                return [Outcome.MISS] * len(wanted)
+                return [Outcome.IO_FAILED if to_keep else Outcome.MISS] * len(wanted)
             if not to_keep and segment.deadline <= self._time.now():
                 return [Outcome.MISS] * len(wanted)  # it came while the disk was read
             if not guard.enter():
@@ -270,25 +276,31 @@ class Reader:
         finally:
             guard.leave()
 
-    def _missing_file(self, segment: LiveSegment, n: int) -> list[Outcome]:
+    def _missing_file(self, segment: LiveSegment, *, to_keep: bool) -> Outcome:
         """A file that is gone: erased a moment ago, or lost (then recovery clears the row)."""
+        unclear = Outcome.IO_FAILED if to_keep else Outcome.MISS
         try:
             self._view.refresh()
         except ClosedError:
-            return [Outcome.MISS] * n
+            return unclear
         except KvvaultError:
-            return [Outcome.IO_FAILED] * n
-        if self._view.segment(segment.number) is segment:
+            return Outcome.IO_FAILED
+        if self._view.segment(segment.number) is not segment:
+            return unclear
+        log.error("the file of segment %s is missing", segment.place.segment_id.hex())
+        if not to_keep:
             self._view.discard_segment(segment)
             self._counters.add(lost=len(segment.records))
             self._counters.damage(segment.place.segment_id, missing=len(segment.records))
-            log.error("the file of segment %s is missing", segment.place.segment_id.hex())
-        return [Outcome.MISS] * n
+        return Outcome.MISS
 
-    def _refuse(self, segment: LiveSegment, reason: str) -> None:
+    def _refuse(self, segment: LiveSegment, reason: str, *, to_keep: bool) -> Outcome:
+        log.error("segment %s is not trusted: %s", segment.place.segment_id.hex(), reason)
+        if to_keep:
+            return Outcome.IO_FAILED  # of its blocks it says nothing
         self._view.discard_segment(segment)
         self._counters.damage(segment.place.segment_id, altered=len(segment.records))
-        log.error("segment %s is not trusted: %s", segment.place.segment_id.hex(), reason)
+        return Outcome.TAMPERED
 
     def _staging(self) -> Staging:
         staging = getattr(self._local, "staging", None)

@@ -27,7 +27,7 @@ from kvvault.reading import ALWAYS, Reader
 from kvvault.segments.fence import Fence
 from kvvault.segments.format import Extent
 from kvvault.segments.io import AlignedBuffer
-from kvvault.segments.store import Wanted, batches, block_ids_of, origins_of
+from kvvault.segments.store import Wanted, batches, block_ids_of, origins_of, records_of
 from kvvault.timekeeping import VaultTime
 from kvvault.view import View
 from kvvault.writing import Destination, Writer
@@ -38,7 +38,7 @@ _WINDOW_S = 5.0
 """How long a segment of blocks that are written again takes more of them."""
 
 _TOLD = frozenset({Outcome.HIT, Outcome.TAMPERED, Outcome.MISS})
-"""Outcomes after which nothing is to be had by trying again."""
+"""Outcomes of `Reader.read_slots` after which nothing is to be had by trying again."""
 
 _COPY_BYTES = 32 << 20
 """How much is in memory at once when a segment is copied."""
@@ -128,9 +128,9 @@ class Rewriter:
             finally:
                 self._local.busy = False
 
-    def copy(self, segment_id: bytes, slots: Sequence[int]) -> None:
-        """Write slots of a live segment to another one. When it returns, whoever looks for these
-        blocks finds the copies.
+    def copy(self, segment_id: bytes, slots: Sequence[int]) -> set[bytes]:
+        """Write slots of a live segment to other ones, and say which. When it returns, whoever
+        looks for these blocks finds the copies; a power failure may still take them (`sync`).
 
         What does not authenticate or has no bytes is no loss and is left behind.
 
@@ -140,8 +140,9 @@ class Rewriter:
         """
         self._view.refresh()  # nonces and tags of what others have just committed
         row = self._catalog.read(partial(operations.get_segment, segment_id=segment_id))
+        into: set[bytes] = set()
         if row is None or not row.facts.state.live:
-            return
+            return into
         for batch in batches(len(slots), row.facts.block_bytes, _COPY_BYTES):
             wanted = [slots[i] for i in batch]
             saved = self.save(row, wanted)
@@ -150,13 +151,24 @@ class Rewriter:
             if saved is None or saved.unreadable:
                 raise StorageError(
                     "the blocks that stay cannot be read now",
-                    hint="check the disk and the key provider, then try again",
+                    hint="check the disk, the files' permissions and the key provider, then open "
+                    "the vault again",
                 )
-            if self.write(row, saved, again=True) < len(saved.block_ids):
+            if self.write(row, saved, again=True, into=into) < len(saved.block_ids):
                 raise StorageError(
                     "the blocks that stay cannot be written to another segment",
                     hint="free some space, or delete the whole segment",
                 )
+        return into
+
+    def sync(self, segment_ids: Collection[bytes]) -> None:
+        """Make copies as durable as what they were made of will be gone.
+
+        Raises:
+            StorageError: they are not.
+        """
+        if segment_ids:
+            self._view.sync(segment_ids)
 
     def save(self, row: SegmentRow, slots: Sequence[int]) -> Saved | None:
         """Read blocks into memory, as far as they are authentic; None when none is known."""
@@ -172,6 +184,12 @@ class Rewriter:
             for extent in sound
             for i, block_id in enumerate(block_ids_of(extent))
         }
+        # Not those of the view: it may have the segment without its extents.
+        records = {
+            extent.first_slot + i: record
+            for extent in sound
+            for i, record in enumerate(records_of(extent))
+        }
         whose = {
             extent.first_slot + i: origin
             for extent in sound
@@ -186,7 +204,7 @@ class Rewriter:
         outcomes = self._reader.read_slots(
             segment,
             [
-                Wanted(slot, ids[slot], segment.records[slot], part)
+                Wanted(slot, ids[slot], records[slot], part)
                 for slot, part in zip(wanted, parts, strict=True)
             ],
             ALWAYS,
@@ -206,8 +224,16 @@ class Rewriter:
             sum(outcome not in _TOLD for outcome in outcomes),
         )
 
-    def write(self, row: SegmentRow, saved: Saved, *, again: bool = False) -> int:
-        """How many blocks were written. `again`: although they are there."""
+    def write(
+        self,
+        row: SegmentRow,
+        saved: Saved,
+        *,
+        again: bool = False,
+        into: set[bytes] | None = None,
+    ) -> int:
+        """How many blocks were written. `again`: although they are there. `into`: takes the ids of
+        the segments they are in."""
         facts = row.facts
         try:
             tenant = self._catalog.read(
@@ -231,6 +257,7 @@ class Rewriter:
                 ALWAYS,
                 again=again,
                 origins=_Carried(saved.origins),
+                into=into,
             )
         except KvvaultError as exc:
             log.warning("blocks are not written again: %s", exc)

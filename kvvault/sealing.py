@@ -2,7 +2,8 @@
 
 Syncing flushes the whole device and takes as long as it likes, so no store waits for it and it is
 not done for each segment: full segments are sealed at once and synced together, every
-`VaultOptions.sync_interval_s`. Until then the catalog says ``synced = 0``; should the machine go
+`VaultOptions.sync_interval_s`. (What blocks were copied to is synced before their source is
+destroyed, see `kvvault.erasing`.) Until then the catalog says ``synced = 0``; should the machine go
 down in between, opening the vault authenticates those segments before it trusts them.
 
 What fails (a full disk takes no catalog writes either) is tried again at the next sync and when the

@@ -28,7 +28,7 @@ from kvvault.catalog.rows import RevokedBlock, SegmentRow
 from kvvault.crypto import keys
 from kvvault.crypto.aead import SegmentCipher
 from kvvault.crypto.keys import TenantKeys, WrappedSegment
-from kvvault.errors import ClosedError, WrongKeyError
+from kvvault.errors import ClosedError, StorageError, WrongKeyError
 from kvvault.keyring import KeyRing, gone
 from kvvault.model import SegmentState
 from kvvault.segments.format import Extent, segment_name
@@ -188,6 +188,9 @@ class View:
         self._on_policy: Callable[[int], None] = lambda _policy_no: None
         self._closed = False
         self._bereaved: set[bytes] = set()
+        self._outside: set[bytes] = set()
+        """Live segments that are not taken in, whatever changes of their rows: extents come only
+        once, so they would be there without them."""
 
     def when_segment_dies(self, callback: Callable[[bytes], None]) -> None:
         """Have `callback` called, under the view's lock, with each segment that ceases to live."""
@@ -269,15 +272,36 @@ class View:
                 self._files.popitem(last=False)
         return file
 
+    def sync(self, segment_ids: Iterable[bytes]) -> None:
+        """Make the bytes of live segments durable, whoever wrote them. Takes as long as the disk
+        likes.
+
+        Raises:
+            StorageError: not all are; whoever wrote them learns of it at his own sync, too.
+        """
+        for segment_id in segment_ids:
+            segment = self.segment_by_id(segment_id)
+            try:
+                if segment is None:
+                    raise FileNotFoundError
+                self.file(segment).sync()
+            except FileNotFoundError:
+                raise StorageError(
+                    "a segment is gone that was just written to", hint="try again"
+                ) from None
+        self._directory.sync()
+
     def discard(self, block_id: bytes, location: Location) -> None:
         """Forget a block that did not authenticate or whose bytes are missing."""
         self._index.discard(block_id, location)
 
     def discard_segment(self, segment: LiveSegment) -> None:
         """Forget a segment whose key does not open or whose file is gone. Rows and file stay for
-        `verify` and recovery: what fails is counted, not silently deleted (REQ-F4)."""
+        `verify` and recovery: what fails is counted, not silently deleted (REQ-F4). It stays
+        outside until the vault is opened again."""
         with self._lock:
             self._forget(segment)
+            self._outside.add(segment.place.segment_id)
             self._on_death(segment.place.segment_id)
 
     def drop(self, segment_ids: Sequence[bytes]) -> None:
@@ -340,8 +364,10 @@ class View:
                         known.follow(row)
                     if row.facts.state is SegmentState.SEALED:
                         self._on_seal(row.facts.segment_id)
-                elif known is not None:
-                    died[row.facts.segment_id] = known
+                else:
+                    self._outside.discard(row.facts.segment_id)
+                    if known is not None:
+                        died[row.facts.segment_id] = known
             # Before the dead go: who looks meanwhile, without the lock, finds what was written to
             # another segment either there or where it was.
             self._add_extents(one for one in delta.extents if one.segment_id not in died)
@@ -352,8 +378,12 @@ class View:
             self._on_policy(delta.policy_no)
 
     def _enter(self, row: SegmentRow) -> None:
+        if row.facts.segment_id in self._outside:
+            return
         if row.wrapped_secret is None or row.facts.tenant_id is None or not row.well_formed:
-            return  # the schema forbids it, a damaged catalog does not: misses
+            # The schema forbids it, a damaged catalog does not: misses.
+            self._outside.add(row.facts.segment_id)
+            return
         place = Place(
             self._vault_id,
             row.facts.tenant_id,

@@ -135,9 +135,11 @@ class Writer:
         *,
         again: bool = False,
         origins: Origins | None = None,
+        into: set[bytes] | None = None,
     ) -> PutReport:
         """Store what is not yet there (`again`: also what is). Returns when everything stored is
-        committed and findable. `origins`: whose blocks they are; None: nobody's."""
+        committed and findable. `origins`: whose blocks they are; None: nobody's. `into`: takes the
+        ids of the segments that were written to."""
         # What another process deleted a moment ago is not "present", and its segment not writable.
         # Microseconds when nothing happened.
         self._refresh()
@@ -166,6 +168,8 @@ class Writer:
                     report += PutReport(refused=count)
                 else:
                     report += PutReport(stored=count)
+                    if into is not None:
+                        into.add(segment.place.segment_id)
             if commits:
                 self._refresh()
         finally:

@@ -58,6 +58,17 @@ def kept(connection: Connection) -> list[bytes]:
     return _segments(state, held_prompts(connection, state, parts=True))
 
 
+def held_blocks(connection: Connection, tenant_id: bytes) -> frozenset[bytes]:
+    """Ids of a tenant's blocks of subjects or prompts that are held now. While there is such a
+    hold, it reads the tenant's whole inventory."""
+    if not direct(connection, _OF_PARTS)[0]:
+        return frozenset()
+    state = membership.snapshot(connection, tenant_id=tenant_id, with_ids=True)
+    used = _used(state, held_prompts(connection, state, parts=True))
+    ids = state.blocks.ids[used].tobytes()
+    return frozenset(ids[i : i + ID_BYTES] for i in range(0, len(ids), ID_BYTES))
+
+
 def kept_by(connection: Connection, kind: str, target: bytes) -> list[bytes]:
     """Segments that a hold on a subject or prompt keeps, or would keep."""
     state = membership.snapshot(connection)
@@ -109,14 +120,16 @@ def held_prompts(connection: Connection, state: Snapshot, *, parts: bool = False
 
 
 def _segments(state: Snapshot, held: Mask) -> list[bytes]:
+    chosen = np.unique(state.blocks.segment[_used(state, held)])
+    return [state.segments[i].segment_id for i in chosen]
+
+
+def _used(state: Snapshot, held: Mask) -> Mask:
+    """Which blocks these prompts have."""
     sharing = sharing_of(state)
     sources = np.zeros(len(sharing.numbers), np.bool_)
     sources[sharing.position(state.prompts.number[held])] = True
-    reach = sharing.reach(sources)
-    owners = state.blocks.owner
-    own = np.flatnonzero(owners > 0)
-    chosen = own[state.blocks.end[own] <= reach[sharing.position(owners[own])]]
-    return [state.segments[i].segment_id for i in np.unique(state.blocks.segment[chosen])]
+    return sharing.used_by(sources)
 
 
 def sharing_of(state: Snapshot) -> Sharing:

@@ -75,6 +75,24 @@ def find_blocks(
     return found
 
 
+def apart_from(places: Places, block_ids: Collection[bytes]) -> Places:
+    """Places of all other blocks."""
+    found = {
+        segment_id: [member for member in members if member[1] not in block_ids]
+        for segment_id, members in places.items()
+    }
+    return {segment_id: members for segment_id, members in found.items() if members}
+
+
+def counts(places: Places, block_ids: Collection[bytes]) -> dict[bytes, int]:
+    """How many places of these blocks there are, by segment; segments with none left out."""
+    found = {
+        segment_id: sum(block_id in block_ids for _, block_id in members)
+        for segment_id, members in places.items()
+    }
+    return {segment_id: count for segment_id, count in found.items() if count}
+
+
 def _owner(origins: object, index: int, size: int) -> int:
     """The prompt whose a block of an extent is; 0: nobody's."""
     if not isinstance(origins, bytes) or len(origins) * ID_BYTES != size * ORIGIN_BYTES:

@@ -264,6 +264,15 @@ def block_ids_of(extent: Extent) -> list[bytes]:
     return [extent.block_ids[i : i + ID_BYTES] for i in range(0, len(extent.block_ids), ID_BYTES)]
 
 
+def records_of(extent: Extent) -> list[bytes]:
+    """Nonces and tags of an extent's blocks, in slot order, 28 bytes each."""
+    return [
+        extent.nonces[i * NONCE_BYTES : (i + 1) * NONCE_BYTES]
+        + extent.tags[i * TAG_BYTES : (i + 1) * TAG_BYTES]
+        for i in range(extent.count)
+    ]
+
+
 def origins_of(extent: Extent) -> list[bytes]:
     """Whose an extent's blocks are, in slot order, 8 bytes each; zeros where nothing is known."""
     origins = extent.origins or bytes(extent.count * ORIGIN_BYTES)

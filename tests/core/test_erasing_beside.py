@@ -65,6 +65,32 @@ class TestBesideHolds:
         assert vault.purge().deletions >= 1
         assert not vault.purge_is_due()
 
+    @pytest.mark.parametrize("kind", ["subject", "prompt"])
+    def test_single_blocks_of_what_is_held_stay(
+        self, vault: Vault, scope: Scope, kind: str
+    ) -> None:
+        send(vault, scope, [1, 2], "anna")
+        send(vault, scope, [7, 8], "bert")
+        named = [*path(1, 2), *path(7)]
+        early = vault.plan_blocks(scope, named)
+        if kind == "subject":
+            number = hold(vault, "anna")
+        else:
+            [prompt_id] = vault.plan_erasure(of("anna"), tenant="alice").prompt_ids
+            placed = vault.place_hold(prompt_id=prompt_id, reason="a case", actor="counsel")
+            number = placed.number
+        assert (early.blocks, len(early.held)) == (3, 0)
+        plan = vault.plan_blocks(scope, named)
+        assert (plan.blocks, sum(facts.blocks for facts in plan.held)) == (1, 2)
+        report = vault.execute(early)
+        assert (report.blocks, report.held_segments, report.waiting_segments) == (1, 1, 0)
+        assert_hits(vault, scope, path(1, 2))
+        assert_missing(vault, scope, path(7))
+        vault.clear_hold(number, reason="over", actor="counsel")
+        report = vault.execute(early)  # the control
+        assert (report.blocks, report.held_segments) == (2, 0)
+        assert_missing(vault, scope, path(1, 2))
+
     def test_what_waits_is_not_copied_again_and_again(
         self, vault: Vault, scope: Scope, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvvault.catalog import revoking
+from kvvault.deleting import DeletionPlan, Eraser, Trigger
 from kvvault.errors import KvvaultError, StorageError, VaultLockedError
 from kvvault.model import Outcome, PutReport
 from kvvault.rewriting import Rewriter
+from kvvault.segments import store
+from kvvault.segments.format import segment_name
+from kvvault.segments.io import SegmentFile
 from kvvault.vault import Scope, Vault
 from kvvault.writing import Writer
 from tests.core.support import (
@@ -106,11 +112,12 @@ def test_what_is_revoked_while_it_is_copied_does_not_come_back(
         put(vault, scope, keys(4))
         real = Rewriter.copy
 
-        def copy(rewriter: Rewriter, segment_id: bytes, slots: Sequence[int]) -> None:
-            real(rewriter, segment_id, slots)
+        def copy(rewriter: Rewriter, segment_id: bytes, slots: Sequence[int]) -> set[bytes]:
+            new = real(rewriter, segment_id, slots)
             monkeypatch.setattr(Rewriter, "copy", real)
             with contextlib.suppress(VaultLockedError):  # it waits for the one that copies
                 other.execute(other.plan_blocks(there, keys(1, 1)))
+            return new
 
         monkeypatch.setattr(other._fence, "exclusive", refuse_rewriting(other._fence.exclusive))
         monkeypatch.setattr(Rewriter, "copy", copy)
@@ -193,6 +200,121 @@ def test_when_the_rest_cannot_be_read_it_stays(
         assert vault.execute(vault.plan_blocks(scope, keys(1))).waiting_segments == 1
     assert_missing(vault, scope, keys(1))
     assert_hits(vault, scope, keys(4)[1:])
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_file_that_is_not_trusted_now_may_be_in_order_later(home: Home, linked: bool) -> None:
+    with home.create() as vault:
+        put(vault, vault.scope("alice", namespace()), keys(4))
+    [file] = home.segment_files()
+    second = file.with_suffix(".second")
+    with home.open() as vault:
+        scope = vault.scope("alice", namespace())
+        if linked:
+            os.link(file, second)
+        else:
+            file.chmod(0o644)
+        assert vault.execute(vault.plan_blocks(scope, keys(1))).waiting_segments == 1
+        if linked:
+            second.unlink()
+        else:
+            file.chmod(0o600)
+        vault.reconcile()
+        assert not vault.catalog.read(revoking.revoked_slots)
+        assert_missing(vault, scope, keys(1))
+        assert_hits(vault, scope, keys(4)[1:])
+
+
+def test_a_segment_that_was_given_up_is_not_taken_in_without_its_blocks(home: Home) -> None:
+    """Compacting it changes its row, but its extents come no second time."""
+    with home.create() as one, home.open() as two:
+        mine, there = (v.scope("alice", namespace()) for v in (one, two))
+        put(one, mine, keys(3))
+        [file] = home.segment_files()
+        two._view.refresh()
+        file.chmod(0o644)
+        assert_missing(two, there, keys(1), Outcome.TAMPERED)
+        file.chmod(0o600)
+        assert two.execute(two.plan_blocks(there, keys(1))).waiting_segments == 1
+        assert_missing(two, there, keys(3))
+        assert_hits(one, mine, keys(2, 1))
+        one.reconcile()
+        two._view.refresh()  # else it is told a moment later
+        for handle, place in ((one, mine), (two, there)):
+            assert_missing(handle, place, keys(1))
+            assert_hits(handle, place, keys(2, 1))
+
+
+def test_a_vault_that_is_closed_meanwhile_loses_nothing(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with home.create() as vault:
+        scope = vault.scope("alice", namespace())
+        put(vault, scope, keys(4))
+        plan = vault.plan_blocks(scope, keys(1))
+        real = store.read_ciphertext
+
+        def read(*args: Any) -> Any:
+            vault._view.close()
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("kvvault.reading.read_ciphertext", read)
+            assert vault.execute(plan).waiting_segments == 1
+    with home.open() as vault:
+        scope = vault.scope("alice", namespace())
+        vault.reconcile()
+        assert_missing(vault, scope, keys(1))
+        assert_hits(vault, scope, keys(4)[1:])
+
+
+def test_what_is_not_there_does_not_keep_a_key(vault: Vault, scope: Scope, home: Home) -> None:
+    """The control: what is lost for good is nothing to wait for, however many reads it takes."""
+    put(vault, scope, keys(4))
+    [file] = home.segment_files()
+    file.unlink()
+    assert vault.execute(vault.plan_blocks(scope, keys(1))).waiting_segments == 0
+    assert not [f for f in vault.segments() if f.state.live]
+
+
+def test_copies_are_on_the_disk_before_their_source_is_destroyed(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also copies of an attempt that did not come to its end."""
+    synced: set[str] = set()
+    before: list[set[str]] = []
+    sync, execute = SegmentFile.sync, Eraser.execute
+
+    def failing(_file: SegmentFile) -> None:
+        raise StorageError("the disk says no", hint="a test")
+
+    def noting(file: SegmentFile) -> None:
+        sync(file)
+        synced.add(file.name)
+
+    def destroy(eraser: Eraser, plan: DeletionPlan, **named: Any) -> Any:
+        if plan.trigger is Trigger.COMPACT:
+            before.append(set(synced))
+        return execute(eraser, plan, **named)
+
+    with home.create() as vault:
+        scope = vault.scope("alice", namespace())
+        put(vault, scope, keys(4))
+        [source] = home.segment_files()
+        monkeypatch.setattr(Eraser, "execute", destroy)
+        with monkeypatch.context() as patch:
+            patch.setattr(SegmentFile, "sync", failing)
+            assert vault.execute(vault.plan_blocks(scope, keys(1))).waiting_segments == 1
+        assert source.exists()
+        assert not before
+        monkeypatch.setattr(SegmentFile, "sync", noting)
+        vault.reconcile()
+        copies = {segment_of(vault, scope, one) for one in keys(4)[1:]}
+        names = {segment_name(one) for one in copies if one is not None}
+        assert names
+        assert [names <= each for each in before] == [True]
+        assert not Path(source).exists()
+        assert_hits(vault, scope, keys(4)[1:])
 
 
 def test_all_of_a_segment_needs_no_copy(vault: Vault, scope: Scope) -> None:
