@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvvault.errors import (
+    ClosedError,
     StorageError,
     UsageError,
     VaultLockedError,
@@ -311,6 +312,38 @@ class TestSeveralHandles:
             again = two.scope("alice", namespace())
             assert put(two, again, keys(2)).stored == 2
             assert_hits(two, again, keys(2))
+
+    def test_forgotten_elsewhere_with_nothing_of_it_known_here(
+        self, home: Home, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slow = dataclasses.replace(SMALL, poll_interval_s=60.0)
+        with home.create() as one, home.open(options=slow) as two:
+            there, bobs = two.scope("alice", namespace()), two.scope("bob", namespace())
+            two.refresh()
+            assert there.block_id(key(0)) != bobs.block_id(key(0))
+            one.forget("alice")
+
+            def fail(_operation: object) -> None:
+                raise StorageError("no", hint="no", errno=5)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(two.catalog, "read", fail)
+                with pytest.raises(StorageError):
+                    two.refresh()
+            two.refresh()  # what could not be asked is asked again
+            with pytest.raises(ClosedError):
+                there.block_id(key(0))
+            bobs.block_id(key(0))
+
+    def test_forgotten_elsewhere_is_noticed_by_itself(self, home: Home) -> None:
+        with home.create() as one, home.open() as two:
+            there = two.scope("alice", namespace())
+            one.forget("alice")
+            limit = time.monotonic() + 30.0
+            while there.tenant_id in two._ring.tenant_ids and time.monotonic() < limit:
+                time.sleep(0.01)
+            with pytest.raises(ClosedError):
+                there.block_id(key(0))
 
     def test_opening_leaves_a_living_writer_alone(self, home: Home) -> None:
         with home.create() as one:
