@@ -19,6 +19,7 @@ from kvvault.errors import (
     VaultLockedError,
 )
 from kvvault.model import Outcome, PutReport, SegmentState
+from kvvault.segments.io import SegmentDir, SegmentFile
 from kvvault.vault import Scope, Vault
 from tests.core.support import (
     BLOCK,
@@ -236,6 +237,62 @@ class TestDamage:
         assert vault.contains(scope, keys(8)) == [o is Outcome.HIT for o in outcomes]
         assert put(vault, scope, keys(8)) == PutReport(stored=5, present=3)
         assert_hits(vault, scope, keys(8))
+
+
+class TestSealing:
+    @pytest.mark.parametrize(
+        ("where", "error"),
+        [
+            ("fstat", OSError(5, "EIO")),
+            ("fstat", MemoryError()),
+            ("sync", MemoryError()),
+            ("discard", MemoryError()),
+        ],
+    )
+    def test_whatever_is_raised_meanwhile_others_are_sealed(
+        self, home: Home, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+    ) -> None:
+        raised = threading.Event()
+        options = dataclasses.replace(SMALL, sync_interval_s=0.02)
+        first, second = keys(4), keys(4, start=4)
+        home.create().close()
+        with home.open(options=options) as vault:
+            scope = vault.scope("alice", namespace())
+            with monkeypatch.context() as patch:
+                if where == "fstat":
+                    failing_in_seal(patch, os, "fstat", error, raised)
+                elif where == "sync":
+                    failing_in_seal(patch, SegmentFile, "sync", error, raised)
+                else:  # of a segment that cannot be synced
+                    failing_in_seal(patch, SegmentFile, "sync", error, threading.Event())
+                    failing_in_seal(patch, SegmentDir, "discard", error, raised)
+                put(vault, scope, first)
+                assert raised.wait(30)
+            put(vault, scope, second)
+            segment = segment_of(vault, scope, second[0])
+            limit = time.monotonic() + 30
+            while not any(
+                one.segment_id == segment and one.state is SegmentState.SEALED
+                for one in vault.segments()
+            ):
+                assert time.monotonic() < limit
+                time.sleep(0.005)
+            assert_hits(vault, scope, second)
+
+
+def failing_in_seal(
+    patch: pytest.MonkeyPatch, owner: object, name: str, error: Exception, raised: threading.Event
+) -> None:
+    """Have a function raise `error`, in the thread that seals."""
+    real = getattr(owner, name)
+
+    def fail(*args: Any) -> Any:
+        if threading.current_thread().name == "kvvault-seal":
+            raised.set()
+            raise error
+        return real(*args)
+
+    patch.setattr(owner, name, fail)
 
 
 class TestSeveralHandles:
