@@ -195,8 +195,8 @@ class TieredCache:
             ) -> _Moved:
                 report = self._vault.put(self._scope, keys, views, guard=guard)
                 if report.stored + report.present == len(keys):
-                    # Not looked for: what was deleted since is one that the vault has had. So is,
-                    # at worst for a miss, what another thread is storing at this moment.
+                    # What was deleted since, too: the vault has had it. What another thread is just
+                    # storing is here in a moment; until then, at worst, it is a miss.
                     return _Moved([True] * len(keys), 0)
                 return _Moved(self._vault.contains(self._scope, keys), report.refused)
 
