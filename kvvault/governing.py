@@ -166,11 +166,11 @@ class Governor:
         self._lock = threading.Lock()
         self._policy: Policy | None = None
         self._policy_no = 0
-        self._newest = 0
+        self._noticed = 0
 
     def noticed(self, policy_no: int) -> None:
-        """The catalog has a policy of this number."""
-        self._newest = max(self._newest, policy_no)
+        """The catalog has a policy of this number. One thread at a time: nobody else sets it."""
+        self._noticed = max(self._noticed, policy_no)
 
     def current(self) -> tuple[int, Policy]:
         """The policy in force and its number.
@@ -179,10 +179,9 @@ class Governor:
             CatalogError, StorageError: the catalog cannot be read, or holds no valid policy.
         """
         with self._lock:
-            if self._policy is None or self._policy_no < self._newest:
+            if self._policy is None or self._policy_no < self._noticed:
                 applied = self.applied()
                 self._policy, self._policy_no = applied.policy, applied.number
-                self._newest = max(self._newest, applied.number)
             return self._policy_no, self._policy
 
     def put_in_force(
@@ -254,4 +253,4 @@ class Governor:
     @property
     def newest(self) -> int:
         """The highest number this process has heard of."""
-        return self._newest
+        return max(self._noticed, self._policy_no)

@@ -177,6 +177,12 @@ class KeyRing:
         """Keys that are open already. No I/O."""
         return self._open.get(tenant_id)
 
+    @property
+    def tenant_ids(self) -> list[bytes]:
+        """Of the tenants whose keys are open. No I/O."""
+        with self._lock:
+            return list(self._open)
+
     def tenant(self, row: TenantRow) -> TenantKeys:
         """A tenant's keys, unwrapped when they were not yet, or when the row has newer ones.
 
@@ -280,7 +286,7 @@ class KeyRing:
             return
         rows = [
             catalog.read(partial(operations.get_tenant, tenant_id=tenant_id))
-            for tenant_id in list(self._open)
+            for tenant_id in self.tenant_ids
         ]
         for row in rows:
             if row is not None:
@@ -296,7 +302,7 @@ class KeyRing:
             opened.close()
 
     def close(self) -> None:
-        for tenant_id in list(self._open):
+        for tenant_id in self.tenant_ids:
             self.drop(tenant_id)
         self._lookup.close()
         if self._signer is not None:

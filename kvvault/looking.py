@@ -319,9 +319,16 @@ class OpenVault:
     # -- open and closed ---------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Look now for what other processes committed."""
+        """Look now for what other processes committed. The keys of tenants that they forgot are
+        gone afterwards.
+
+        Raises:
+            CatalogError, StorageError, VaultLockedError: it is done the next time.
+            ClosedError: the vault is closed.
+        """
         self._check_open()
         self._view.refresh()
+        self._view.drop_forgotten_tenants()
 
     def _check_open(self) -> None:
         if self._closed:

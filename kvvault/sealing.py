@@ -122,10 +122,10 @@ class Sealer:
                 self._unsynced[segment_id] = segment.file
             # Not left to the closing of the file: a forked child may share it, and the lock.
             segment.file.unlock()
-        except KvvaultError as exc:
+        except Exception as exc:  # noqa: BLE001 - else nothing would be sealed any more
             # Beyond the bound the lock on the file goes with this object: the next to open the
             # vault finds the segment without an owner and finishes this.
-            log.warning("a segment is not sealed yet: %s", exc)
+            log.warning("a segment is not sealed yet: %s", _said(exc))
             self._unsealed = [*self._unsealed, segment][-_MAX_UNSEALED:]
 
     def _try_again(self) -> None:
@@ -142,17 +142,17 @@ class Sealer:
             try:
                 file.sync()
                 synced.append(segment_id)
-            except KvvaultError as exc:
+            except Exception as exc:  # noqa: BLE001 - else nothing would be sealed any more
                 # After a failed sync nobody knows what the disk holds: discard, never retry
                 # (REQ-F3).
-                log.warning("a segment is given up: %s", exc)
+                log.warning("a segment is given up: %s", _said(exc))
                 self._destroy([segment_id])
         if synced:
             try:
                 self._directory.sync()
                 self._catalog.write(lambda c: operations.mark_synced(c, synced))
-            except KvvaultError as exc:
-                log.warning("segments are not known to be synced: %s", exc)
+            except Exception as exc:  # noqa: BLE001 - else nothing would be sealed any more
+                log.warning("segments are not known to be synced: %s", _said(exc))
 
     def _destroy(self, segment_ids: Sequence[bytes]) -> None:
         """Revoke segments, if they still live, and remove their files: their blocks become misses.
@@ -163,6 +163,10 @@ class Sealer:
             for segment_id in dead:
                 self._directory.discard(segment_name(segment_id))
             self._catalog.write(lambda c: operations.finish_deletion(c, dead))
-        except KvvaultError as exc:
-            log.warning("dead segments are not removed yet: %s", exc)
+        except Exception as exc:  # noqa: BLE001 - else nothing would be sealed any more
+            log.warning("dead segments are not removed yet: %s", _said(exc))
             self._dead = dead
+
+
+def _said(exc: Exception) -> str:
+    return str(exc) if isinstance(exc, KvvaultError) else type(exc).__name__

@@ -5,8 +5,8 @@ So a block is findable exactly when it is committed, whoever wrote it. (Committe
 process; a power failure may take the newest blocks, see `kvvault.sealing`.)
 
 Locks: `find` takes none (scheduler thread). `refresh` and everything that changes the view hold
-`_lock`. Ciphers and files are made on first use, by whoever needs them, under the segment's own
-lock.
+`_lock`; `_tenants_lock` is taken before it. Ciphers and files are made on first use, by whoever
+needs them, under the segment's own lock.
 """
 
 from __future__ import annotations
@@ -187,10 +187,11 @@ class View:
         self._on_seal: Callable[[bytes], None] = lambda _segment_id: None
         self._on_policy: Callable[[int], None] = lambda _policy_no: None
         self._closed = False
-        self._bereaved: set[bytes] = set()
         self._outside: set[bytes] = set()
         """Live segments that are not taken in, whatever changes of their rows: extents come only
         once, so they would be there without them."""
+        self._tenants_lock = threading.Lock()
+        self._unasked = False
 
     def when_segment_dies(self, callback: Callable[[bytes], None]) -> None:
         """Have `callback` called, under the view's lock, with each segment that ceases to live."""
@@ -314,19 +315,28 @@ class View:
                     self._on_death(segment_id)
 
     def drop_forgotten_tenants(self) -> None:
-        """Overwrite the keys of tenants that another process forgot. Reads the catalog when
-        segments have died since the last time.
+        """Overwrite the keys of tenants that another process forgot, as of the last refresh. One
+        small query when something was committed since the last time, nothing otherwise.
 
         Raises:
             StorageError, CatalogError, VaultLockedError: it is done the next time.
         """
-        with self._lock:
-            suspects = set(self._bereaved)
-        for tenant_id in suspects:
-            if self._catalog.read(partial(operations.get_tenant, tenant_id=tenant_id)) is None:
-                self._ring.drop(tenant_id)
-        with self._lock:
-            self._bereaved -= suspects
+        with self._tenants_lock:  # held while the catalog is read: nobody goes on before it is done
+            with self._lock:
+                unasked, self._unasked = self._unasked, False
+            if not unasked:
+                return
+            # Listed before the catalog is read: keys are opened only of tenants that are in it.
+            opened = self._ring.tenant_ids
+            try:
+                living = self._catalog.read(partial(operations.living_tenants, tenant_ids=opened))
+            except BaseException:
+                with self._lock:
+                    self._unasked = True
+                raise
+            for tenant_id in opened:
+                if tenant_id not in living:
+                    self._ring.drop(tenant_id)
 
     @property
     def blocks(self) -> int:
@@ -354,6 +364,7 @@ class View:
             delta = self._catalog.poll()
             if delta is None:
                 return
+            self._unasked = True
             died: dict[bytes, LiveSegment] = {}
             for row in delta.segments:
                 known = self._by_id.get(row.facts.segment_id)
@@ -403,7 +414,6 @@ class View:
         self._index.drop_segment(segment.number)
         self._by_number.pop(segment.number, None)
         self._by_id.pop(segment.place.segment_id, None)
-        self._bereaved.add(segment.place.tenant_id)
         with self._files_lock:
             self._files.pop(segment.number, None)
         segment.close()

@@ -157,11 +157,12 @@ def sync_log(path: Path) -> None:
     except OSError as exc:
         raise _sync_failed(exc) from exc
     try:
-        os.fdatasync(fd)
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
     except OSError as exc:
         raise _sync_failed(exc) from exc
-    finally:
-        os.close(fd)
 
 
 def log_bytes(path: Path) -> int:

@@ -109,6 +109,16 @@ def get_tenant(connection: Connection, tenant_id: bytes) -> TenantRow | None:
     return None if row is None else tenant_of(row)
 
 
+def living_tenants(connection: Connection, tenant_ids: Iterable[bytes]) -> set[bytes]:
+    """Which of these tenants there are still."""
+    column = t.tenants.c.tenant_id
+    return {
+        tenant_id
+        for some in chunks(tenant_ids)
+        for tenant_id in connection.scalars(select(column).where(column.in_(some)))
+    }
+
+
 def add_tenant(connection: Connection, tenant: TenantRow) -> TenantRow:
     """Insert a tenant; when another process was faster, return the row it made."""
     found = find_tenant(connection, tenant.lookup_id)

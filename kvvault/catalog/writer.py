@@ -188,9 +188,9 @@ class CommitQueue:
             if waiting:
                 try:
                     sync_log(self._path)
-                except KvvaultError as exc:
+                except Exception as exc:  # noqa: BLE001 - else submitters would wait for ever
                     for pending in waiting:
-                        pending.fail(exc)
+                        pending.fail(_as_error(exc))
                 for pending in waiting:
                     pending.publish()
             if commits >= _CHECKPOINT_COMMITS and not closing:

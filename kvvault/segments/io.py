@@ -114,12 +114,22 @@ class SegmentFile:
 
     @property
     def size(self) -> int:
-        return os.fstat(self._fd).st_size
+        """
+        Raises:
+            StorageError: the disk is broken.
+        """
+        return self._facts().st_size
 
     @property
     def linked(self) -> bool:
-        """Whether the file still has a name."""
-        return os.fstat(self._fd).st_nlink > 0
+        """Whether the file still has a name. Errors as `size`."""
+        return self._facts().st_nlink > 0
+
+    def _facts(self) -> os.stat_result:
+        try:
+            return os.fstat(self._fd)
+        except OSError as exc:
+            raise storage_error(exc, "look at a segment") from exc
 
     def make_private(self) -> None:
         """Mode 0600, whatever the umask was."""

@@ -166,8 +166,9 @@ class TieredCache:
                     self._table.discard(entry)
                 self._let_go(held)
             raise
-        in_vault = self._vault.contains(self._scope, [entry.key for entry in held])
         with self._changed:
+            # Under the lock, some microseconds a block: a store that ends meanwhile is not undone.
+            in_vault = self._vault.contains(self._scope, [entry.key for entry in held])
             for entry, _ in fresh:
                 self._table.publish(entry)
             self._counts["offloaded"] += len(fresh)
@@ -193,7 +194,10 @@ class TieredCache:
                 guard: Guard, keys: list[bytes] = keys, views: list[memoryview] = views
             ) -> _Moved:
                 report = self._vault.put(self._scope, keys, views, guard=guard)
-                # Neither refused nor findable: another thread is storing the same block.
+                if report.stored + report.present == len(keys):
+                    # What was deleted since, too: the vault has had it. What another thread is just
+                    # storing is here in a moment; until then, at worst, it is a miss.
+                    return _Moved([True] * len(keys), 0)
                 return _Moved(self._vault.contains(self._scope, keys), report.refused)
 
             number = next(self._ids)

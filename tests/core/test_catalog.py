@@ -376,6 +376,34 @@ class TestPragmas:
         monkeypatch.undo()
         note(catalog, "again", durable=True).result(30)
 
+    @pytest.mark.parametrize(
+        ("call", "error", "told"),
+        [
+            ("fdatasync", MemoryError(), CatalogError),
+            ("close", OSError(errno.EIO, os.strerror(errno.EIO)), StorageError),
+        ],
+    )
+    def test_whatever_the_sync_raises_is_told_and_the_next_one_is_tried(
+        self,
+        catalog: Catalog,
+        monkeypatch: pytest.MonkeyPatch,
+        call: str,
+        error: Exception,
+        told: type[KvvaultError],
+    ) -> None:
+        real = getattr(os, call)
+
+        def failing(fd: int) -> None:
+            real(fd)
+            if threading.current_thread().name == "kvvault-catalog-flush":
+                raise error
+
+        monkeypatch.setattr(os, call, failing)
+        with pytest.raises(told):
+            note(catalog, "durable", durable=True).result(30)
+        monkeypatch.undo()
+        note(catalog, "again", durable=True).result(30)
+
     def test_the_log_is_moved_into_the_catalog_now_and_then(
         self, catalog: Catalog, path: Path
     ) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from kvvault.errors import (
+    ClosedError,
     StorageError,
     UsageError,
     VaultLockedError,
 )
 from kvvault.model import Outcome, PutReport, SegmentState
+from kvvault.segments.io import SegmentDir, SegmentFile
 from kvvault.vault import Scope, Vault
 from tests.core.support import (
     BLOCK,
@@ -237,6 +239,62 @@ class TestDamage:
         assert_hits(vault, scope, keys(8))
 
 
+class TestSealing:
+    @pytest.mark.parametrize(
+        ("where", "error"),
+        [
+            ("fstat", OSError(5, "EIO")),
+            ("fstat", MemoryError()),
+            ("sync", MemoryError()),
+            ("discard", MemoryError()),
+        ],
+    )
+    def test_whatever_is_raised_meanwhile_others_are_sealed(
+        self, home: Home, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+    ) -> None:
+        raised = threading.Event()
+        options = dataclasses.replace(SMALL, sync_interval_s=0.02)
+        first, second = keys(4), keys(4, start=4)
+        home.create().close()
+        with home.open(options=options) as vault:
+            scope = vault.scope("alice", namespace())
+            with monkeypatch.context() as patch:
+                if where == "fstat":
+                    failing_in_seal(patch, os, "fstat", error, raised)
+                elif where == "sync":
+                    failing_in_seal(patch, SegmentFile, "sync", error, raised)
+                else:  # of a segment that cannot be synced
+                    failing_in_seal(patch, SegmentFile, "sync", error, threading.Event())
+                    failing_in_seal(patch, SegmentDir, "discard", error, raised)
+                put(vault, scope, first)
+                assert raised.wait(30)
+            put(vault, scope, second)
+            segment = segment_of(vault, scope, second[0])
+            limit = time.monotonic() + 30
+            while not any(
+                one.segment_id == segment and one.state is SegmentState.SEALED
+                for one in vault.segments()
+            ):
+                assert time.monotonic() < limit
+                time.sleep(0.005)
+            assert_hits(vault, scope, second)
+
+
+def failing_in_seal(
+    patch: pytest.MonkeyPatch, owner: object, name: str, error: Exception, raised: threading.Event
+) -> None:
+    """Have a function raise `error`, in the thread that seals."""
+    real = getattr(owner, name)
+
+    def fail(*args: Any) -> Any:
+        if threading.current_thread().name == "kvvault-seal":
+            raised.set()
+            raise error
+        return real(*args)
+
+    patch.setattr(owner, name, fail)
+
+
 class TestSeveralHandles:
     def test_what_one_writes_the_other_reads(self, home: Home) -> None:
         with home.create() as one, home.open() as two:
@@ -311,6 +369,38 @@ class TestSeveralHandles:
             again = two.scope("alice", namespace())
             assert put(two, again, keys(2)).stored == 2
             assert_hits(two, again, keys(2))
+
+    def test_forgotten_elsewhere_with_nothing_of_it_known_here(
+        self, home: Home, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slow = dataclasses.replace(SMALL, poll_interval_s=60.0)
+        with home.create() as one, home.open(options=slow) as two:
+            there, bobs = two.scope("alice", namespace()), two.scope("bob", namespace())
+            two.refresh()
+            assert there.block_id(key(0)) != bobs.block_id(key(0))
+            one.forget("alice")
+
+            def fail(_operation: object) -> None:
+                raise StorageError("no", hint="no", errno=5)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(two.catalog, "read", fail)
+                with pytest.raises(StorageError):
+                    two.refresh()
+            two.refresh()  # what could not be asked is asked again
+            with pytest.raises(ClosedError):
+                there.block_id(key(0))
+            bobs.block_id(key(0))
+
+    def test_forgotten_elsewhere_is_noticed_by_itself(self, home: Home) -> None:
+        with home.create() as one, home.open() as two:
+            there = two.scope("alice", namespace())
+            one.forget("alice")
+            limit = time.monotonic() + 30.0
+            while there.tenant_id in two._ring.tenant_ids and time.monotonic() < limit:
+                time.sleep(0.01)
+            with pytest.raises(ClosedError):
+                there.block_id(key(0))
 
     def test_opening_leaves_a_living_writer_alone(self, home: Home) -> None:
         with home.create() as one:

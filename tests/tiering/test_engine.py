@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvvault.errors import ClosedError, ConfigError, KeyUnavailableError, UsageError
-from kvvault.model import Outcome
+from kvvault.model import Outcome, PutReport
 from kvvault.testing import FaultyProvider, ManualClock
 from kvvault.tiering import device
 from kvvault.tiering.engine import TieredCache
 from kvvault.tiering.transfers import PoolOptions
-from kvvault.vault import Vault
+from kvvault.vault import Scope, Vault
 from tests.core.support import (
     BLOCK,
+    SMALL,
     Home,
     assert_hits,
     content,
@@ -545,6 +549,58 @@ def test_what_was_deleted_is_not_served_from_dram(home: Home, where: str) -> Non
         assert check_load(cache, [names[5]]) == 1
 
 
+def test_a_deletion_that_overtakes_the_end_of_a_store(
+    vault: Vault, cache: TieredCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = keys(2)
+    real = vault.put
+
+    def put_then_delete(*args: Any, **kwargs: Any) -> PutReport:
+        report = real(*args, **kwargs)
+        vault.delete_segments([facts.segment_id for facts in vault.segments()])
+        return report
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vault, "put", put_then_delete)
+        cache.offload(names, tensors(names))
+        cache.flush()
+    assert cache.lookup(names) == 0
+    assert cache.load(names, dirty(2)) == 0
+    cache.offload(names, tensors(names))
+    cache.flush()
+    assert check_load(cache, names) == 2
+
+
+def test_a_store_that_ends_while_the_block_is_offloaded_again(
+    vault: Vault, cache: TieredCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = keys(1)
+    here = threading.get_ident()
+    real = vault.contains
+    with gated(monkeypatch, vault, "put") as (began, go_on):
+        cache.offload(names, tensors(names))
+        assert began.acquire(timeout=PATIENCE_S)
+
+        def late(scope: Scope, wanted: list[bytes]) -> list[bool]:
+            found = real(scope, wanted)
+            if threading.get_ident() == here:
+                go_on()
+                limit = time.monotonic() + 1.0  # it does not end as long as nobody may enter that
+                while cache._moving and time.monotonic() < limit:
+                    time.sleep(0.001)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(vault, "contains", late)
+            cache.offload(names, tensors(names))
+        cache.flush()
+        # Nor is it stored once more, which might bring back what was deleted in between.
+        assert not began.acquire(blocking=False)
+    assert check_load(cache, names) == 1
+    vault.delete_segments([facts.segment_id for facts in vault.segments()])
+    assert cache.load(names, dirty(1)) == 0
+
+
 def test_a_deletion_that_overtakes_a_load(
     vault: Vault, cache: TieredCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -580,6 +636,31 @@ def test_a_forgotten_tenant_gets_nothing(vault: Vault, monkeypatch: pytest.Monke
             assert alice.lookup(wanted) == 0
             assert alice.load(wanted, dirty(len(wanted))) == 0
         assert check_load(bob, names, "bob") == 4
+
+
+def test_a_tenant_that_another_process_forgot_gets_nothing(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = dataclasses.replace(SMALL, poll_interval_s=60.0)
+    names = keys(2)
+    with (
+        home.create() as one,
+        home.open(options=slow) as two,
+        cache_on(two, tenant="alice") as alice,
+        cache_on(two, tenant="bob") as bob,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(two, "put", lambda *_a, **_k: None)
+            for cache, owner in ((alice, "alice"), (bob, "bob")):
+                cache.offload(names, tensors(names, owner))
+                cache.flush()
+                assert check_load(cache, names, owner) == 2  # from DRAM alone
+        one.forget("alice")
+        blocks = dirty(2)
+        assert alice.load(names, blocks) == 0
+        assert [raw(block) for block in blocks] == [bytes(BLOCK)] * 2
+        assert alice.lookup(names) == 0
+        assert check_load(bob, names, "bob") == 2
 
 
 def test_a_catalog_that_does_not_answer_is_a_miss(

@@ -441,12 +441,14 @@ def test_drain_waits_for_what_was_submitted_before(make: Make) -> None:
     drained = threading.Event()
     thread = threading.Thread(target=lambda: (pool.drain(), drained.set()))
     thread.start()
-    pool.submit_load(2, [Disk()], 1)  # later: not waited for
+    later = Disk()
+    pool.submit_load(2, [later], 1)  # not waited for
     assert not drained.is_set()
     part.answer.set()
     assert drained.wait(PATIENCE_S)
     thread.join()
     assert [f.results for f in pool.finished()] == [("slow",)]
+    later.answer.set()
 
 
 @pytest.mark.parametrize("way", ["drain", "close"])
