@@ -116,9 +116,9 @@ class Holder:
                     known_as = keys.log_id("tenant")
             case (str(), str(), None, None):
                 row = self._tenant(tenant)
-                check_name(subject, "subject")
                 kind, keys, whose = HoldKind.SUBJECT, self._ring.tenant(row), row.tenant_id
                 target = keys.keyed_id("subject", encoded("subject", subject))
+                check_name(subject, "subject")
                 known_as = keys.log_id("subject", target)
             case (None, None, bytes(), None):
                 kind, target = HoldKind.PROMPT, prompt_id

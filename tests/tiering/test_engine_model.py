@@ -19,7 +19,7 @@ from tests.core.support import BLOCK, Home, content, flip, keys, namespace, segm
 from tests.tiering.caches import DIRT, cache_on, check_load, dirty, raw, tensors
 from tests.tiering.conftest import SHM
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
 SLOTS = 3
 NAMES = keys(9)
