@@ -331,6 +331,8 @@ def _evict(log: Log, vault: str) -> None:
             if found(opened, alpha, range(100, 104)) == set(range(100, 104)):
                 break
             time.sleep(0.05)
+        else:
+            raise AssertionError("no space was made for four blocks")
         report("stored", before)
         before = live()
         space = opened._evictor._space
