@@ -162,6 +162,12 @@ class Vault(OpenVault):
         except ClosedError:
             return [False] * len(keys)
 
+    @property
+    def removals(self) -> int:
+        """Grows whenever this process notices deletions, also by others. As long as it stays the
+        same, a block that `contains` does not find was never here since, rather than deleted."""
+        return self._view.removals
+
     def touch(self, scope: Scope, keys: Sequence[bytes]) -> None:
         """Say that blocks are in use, without loading them: they are evicted later, and sliding
         deadlines move. Memory only; never raises."""

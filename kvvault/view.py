@@ -192,6 +192,7 @@ class View:
         once, so they would be there without them."""
         self._tenants_lock = threading.Lock()
         self._unasked = False
+        self._removals = 0
 
     def when_segment_dies(self, callback: Callable[[bytes], None]) -> None:
         """Have `callback` called, under the view's lock, with each segment that ceases to live."""
@@ -308,6 +309,7 @@ class View:
     def drop(self, segment_ids: Sequence[bytes]) -> None:
         """Forget segments that this process has just deleted, whatever the catalog says of them."""
         with self._lock:
+            self._removals += 1
             for segment_id in segment_ids:
                 known = self._by_id.get(segment_id)
                 if known is not None:
@@ -343,6 +345,11 @@ class View:
         return len(self._index)
 
     @property
+    def removals(self) -> int:
+        """Grows whenever deletions were noticed. Lock-free."""
+        return self._removals
+
+    @property
     def index_bytes(self) -> int:
         """Memory of the index and of all nonces and tags."""
         with self._lock:
@@ -365,6 +372,11 @@ class View:
             if delta is None:
                 return
             self._unasked = True
+            # First: who finds nothing and sees the number unchanged must not have missed one. Rows
+            # that were never known here count, too: written and deleted between two refreshes.
+            self._removals += bool(delta.revoked) or any(
+                not row.facts.state.live for row in delta.segments
+            )
             died: dict[bytes, LiveSegment] = {}
             for row in delta.segments:
                 known = self._by_id.get(row.facts.segment_id)

@@ -183,10 +183,12 @@ class TieredCache:
 
     def _cascade(self, entries: Sequence[Entry]) -> None:
         """Queue blocks for the vault. Caller holds the lock."""
+        removals = self._vault.removals
         for group in self._groups(entries):
             for entry in group:
                 self._table.hold(entry)
                 entry.storing = True
+                entry.given_at = removals
             keys = [entry.key for entry in group]
             views = [self._memory.view(entry.slot) for entry in group]
 
@@ -198,7 +200,8 @@ class TieredCache:
                     # What was deleted since, too: the vault has had it. What another thread is just
                     # storing is here in a moment; until then, at worst, it is a miss.
                     return _Moved([True] * len(keys), 0)
-                return _Moved(self._vault.contains(self._scope, keys), report.refused)
+                left_out = report.refused + report.declined
+                return _Moved(self._vault.contains(self._scope, keys), left_out)
 
             number = next(self._ids)
             self._moving[number] = group
@@ -207,6 +210,7 @@ class TieredCache:
                 self._counts["dropped_stores"] += len(group)
                 for entry in group:
                     entry.storing = False
+                    entry.given_at = None
                 self._let_go(group)
 
     # -- looking ----------------------------------------------------------------------------------
@@ -358,11 +362,17 @@ class TieredCache:
         lives = self._tenant_lives()
         good = 0
         with self._changed:
-            for i, (entry, stored) in enumerate(served):
-                if here is not None and lives and (here[i] or not stored):
+            removals = self._vault.removals  # read last: those that `contains` saw are in it
+            for i, (entry, had) in enumerate(served):
+                if here is None:
+                    continue
+                # Not there: never was, or deleted. Of a store whose end is not known yet it is the
+                # latter that is assumed, if anything was deleted since it began.
+                never = not had and entry.given_at in (None, removals)
+                if lives and (here[i] or never):
                     entry.stored = entry.stored or here[i]
                     good += good == i
-                elif here is not None:
+                else:
                     self._table.discard(entry)
         self._device.zero(blocks[good : len(served)])
         return good
@@ -396,9 +406,14 @@ class TieredCache:
             return
         self._counts["stored"] += count - moved.failed
         self._counts["failed_stores"] += moved.failed
+        # One that raised or took too long may have come to its commit all the same; of one that
+        # stored a part, what is not there may have been deleted since.
+        refused = transfer.results[0] is not None and moved.failed == count
         for entry, there in zip(group, moved.there, strict=True):
             entry.storing = False
             entry.stored = entry.stored or there
+            if there or refused:
+                entry.given_at = None
         self._let_go(group)
 
     def _fill(self, group: Sequence[Entry], good: Sequence[bool]) -> None:

@@ -39,6 +39,9 @@ class Entry:
     """A store of it is queued or under way."""
     stored: bool = False
     """The vault has had it: if the vault no longer has it, it was deleted there."""
+    given_at: int | None = None
+    """The vault's removals when it was given to the vault, as long as nobody knows what came of
+    that: if there were others since, it may have been stored and deleted."""
 
 
 class SlotTable:

@@ -25,7 +25,8 @@ class TieringStats:
     """Kept in DRAM but not queued for the vault: the queue was full or the disk hangs. The next
     offload of the same block tries again."""
     failed_stores: int
-    """Queued, but refused by the vault or given up at the time limit."""
+    """Queued, but refused by the vault, not to be kept by its policy, or given up at the time
+    limit."""
     promoted: int
     """Brought from the vault to DRAM."""
     failed_promotions: int

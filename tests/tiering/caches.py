@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from kvvault.model import Clock
 from kvvault.tiering.engine import TieredCache
 from kvvault.tiering.transfers import PoolOptions
 from kvvault.vault import Vault
@@ -19,9 +20,15 @@ DIRT = 0xA5
 
 
 def cache_on(
-    vault: Vault, slots: int = 8, tenant: str = "alice", options: PoolOptions | None = None
+    vault: Vault,
+    slots: int = 8,
+    tenant: str = "alice",
+    options: PoolOptions | None = None,
+    clock: Clock | None = None,
 ) -> TieredCache:
-    return TieredCache.open(vault, tenant, namespace(), dram_bytes=slots * BLOCK, options=options)
+    return TieredCache.open(
+        vault, tenant, namespace(), dram_bytes=slots * BLOCK, options=options, clock=clock
+    )
 
 
 def tensor(key: bytes, owner: str = "alice") -> torch.Tensor:

@@ -45,6 +45,11 @@ def cache(vault: Vault) -> Iterator[TieredCache]:
         yield made
 
 
+def declined(_scope: Scope, wanted: list[bytes], *_args: Any, **_kwargs: Any) -> PutReport:
+    """A policy by which nothing is kept."""
+    return PutReport(declined=len(wanted))
+
+
 # -- in and out -----------------------------------------------------------------------------------
 
 
@@ -571,6 +576,51 @@ def test_a_deletion_that_overtakes_the_end_of_a_store(
     assert check_load(cache, names) == 2
 
 
+@pytest.mark.parametrize("end", ["waits", "waits, was loaded", "raises", "too late"])
+def test_a_deletion_between_the_commit_of_a_store_and_its_end(
+    home: Home, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Another process deletes what this one has just stored, and does not know yet that it has."""
+    names, others = keys(2), keys(2, start=10)
+    stored, go_on = threading.Event(), threading.Event()
+    clock = ManualClock()
+    with (
+        home.create() as vault,
+        home.open() as second,
+        cache_on(vault, clock=clock) as cache,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(vault, "put", declined)
+            cache.offload(others, tensors(others))
+            cache.flush()
+        real = vault.put
+
+        def put_and_wait(*args: Any, **kwargs: Any) -> PutReport:
+            report = real(*args, **kwargs)
+            stored.set()
+            assert go_on.wait(PATIENCE_S)
+            if end == "raises":
+                raise KeyUnavailableError("gone", hint="none")
+            return report
+
+        with monkeypatch.context() as patch:
+            patch.setattr(vault, "put", put_and_wait)
+            cache.offload(names, tensors(names))
+            assert stored.wait(PATIENCE_S)
+            if end == "waits, was loaded":
+                assert check_load(cache, names) == 2  # nothing was deleted: on its way is enough
+            second.delete_segments([facts.segment_id for facts in second.segments()])
+            if end.startswith("waits"):
+                assert cache.load(names, dirty(2)) == 0
+            if end == "too late":
+                clock.advance(PoolOptions().store_timeout_s + 1)
+                cache.flush()
+            go_on.set()
+            cache.flush()
+        assert cache.load(names, dirty(2)) == 0
+        assert check_load(cache, others) == 2  # of those it is known that the vault never had them
+
+
 def test_a_store_that_ends_while_the_block_is_offloaded_again(
     vault: Vault, cache: TieredCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -627,7 +677,7 @@ def test_a_forgotten_tenant_gets_nothing(vault: Vault, monkeypatch: pytest.Monke
             cache.flush()
         never_stored = keys(1, start=50)
         with monkeypatch.context() as patch:
-            patch.setattr(vault, "put", lambda *_a, **_k: None)
+            patch.setattr(vault, "put", declined)
             alice.offload(never_stored, tensors(never_stored))
             alice.flush()
         assert alice.lookup(never_stored) == 1
@@ -650,7 +700,7 @@ def test_a_tenant_that_another_process_forgot_gets_nothing(
         cache_on(two, tenant="bob") as bob,
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(two, "put", lambda *_a, **_k: None)
+            patch.setattr(two, "put", declined)
             for cache, owner in ((alice, "alice"), (bob, "bob")):
                 cache.offload(names, tensors(names, owner))
                 cache.flush()
