@@ -17,19 +17,20 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from sqlalchemy import Connection
 
 from kvvault.catalog import operations, retention, revoking
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.rows import SegmentRow
-from kvvault.catalog.space import NoSpaceError, catalog_reserve
+from kvvault.catalog.space import NoSpaceError, below_floor, counted, used_by_rule
 from kvvault.counters import Counters
 from kvvault.deleting import Eraser, Trigger
-from kvvault.errors import KvvaultError
+from kvvault.errors import KvvaultError, VaultLockedError
 from kvvault.governing import Governor
 from kvvault.lifecycle.value import SegmentUse, choose_victims
-from kvvault.model import SegmentState
+from kvvault.model import SegmentFacts, SegmentState
 from kvvault.rewriting import Rewriter
 from kvvault.space import Space
 from kvvault.timekeeping import VaultTime
@@ -37,8 +38,16 @@ from kvvault.view import View
 
 log = logging.getLogger(__name__)
 
+_Whose = tuple[str | None, bytes | None]
+"""Of what something has to go: a rule and a tenant, or the whole vault."""
+
+_VAULT: _Whose = (None, None)
+
 _LEAST_SHARE = 0.02
-"""At least this share of the cap goes at once, so that eviction is rare."""
+"""At least this share of what has reached its limit goes at once, so that eviction is rare."""
+
+_PATIENCE_S = 0.25
+"""How long a store that needs room waits for those who copy blocks."""
 
 _READMIT_BYTES = 64 << 20
 """At most so much of one segment is written again: it waits in memory meanwhile."""
@@ -59,6 +68,14 @@ class EvictionReport:
     readmitted_bytes: int = 0
     missing_bytes: int = 0
     """What could not be freed: all the rest is held or below its floor."""
+
+    def __add__(self, other: EvictionReport) -> EvictionReport:
+        return EvictionReport(
+            self.segments + other.segments,
+            self.freed_bytes + other.freed_bytes,
+            self.readmitted_bytes + other.readmitted_bytes,
+            self.missing_bytes + other.missing_bytes,
+        )
 
 
 class Evictor:
@@ -87,7 +104,7 @@ class Evictor:
         self._evicting: int | None = None
         """The thread that evicts: its own stores must not wait for it."""
         self._rounds = 0
-        self._rest_until: dict[tuple[str | None, bytes | None], float] = {}
+        self._rest_until: dict[_Whose, float] = {}
 
     def make_room(self, shortage: NoSpaceError) -> bool:
         """Free what a store needs; whether trying again makes sense. Never raises."""
@@ -101,30 +118,36 @@ class Evictor:
             return False
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[bool]:
-        """Nobody else evicts or deletes single blocks meanwhile; whether blocks may be written
-        again. Not while this thread copies blocks itself: then what goes is lost."""
-        if self._rewriter.busy:
-            with self._lock:
-                yield False
-        else:
-            with self._rewriter.alone(), self._lock:
-                yield True
+    def _alone(self, patience_s: float | None = None) -> Iterator[bool]:
+        """Nobody else evicts meanwhile; whether blocks may be written again, because nobody else
+        does that, in any process. If somebody does for longer than that, or this thread copies
+        blocks itself, what goes is lost: an erasure may copy for minutes."""
+        with contextlib.ExitStack() as stack:
+            readmit = not self._rewriter.busy
+            if readmit:
+                try:
+                    stack.enter_context(self._rewriter.alone(patience_s))
+                except VaultLockedError:
+                    readmit = False
+            stack.enter_context(self._lock)
+            yield readmit
 
     def _make_room(self, shortage: NoSpaceError, seen: int) -> bool:
-        with self._alone() as readmit:
+        with self._alone(_PATIENCE_S) as readmit:
             if self._rounds != seen:
                 return True  # somebody else has just made some
             now = self._time.steady()
             whose = shortage.rule, shortage.tenant_id
             if now < self._rest_until.get(whose, 0.0):
                 return False
+            nbytes = max(shortage.short, int(_LEAST_SHARE * shortage.used))
             report = EvictionReport()
             try:
-                nbytes = max(shortage.short, self._least())
-                report = self._evict(nbytes, shortage, "stores wait", readmit)
+                report, failed = self._evict(nbytes, whose, "stores wait", readmit)
+                if failed is not None:
+                    raise failed
             except KvvaultError as exc:
-                log.warning("no room is made: %s", exc)
+                log.warning("not all the room is made: %s", exc)
             if not report.freed_bytes:
                 self._rest_until[whose] = now + _REST_S
                 return False
@@ -132,64 +155,69 @@ class Evictor:
             return True
 
     def relieve(self) -> EvictionReport:
-        """Bring the vault below its low watermark when it is above the high one, or the file system
-        above its free-space floor.
+        """Bring the vault below its low watermark when it is above the high one, the file system
+        above its free-space floor, and what a rule governs of a tenant below its `max_bytes`.
 
         Raises:
-            StorageError, CatalogError: as deletions.
+            StorageError, CatalogError: as deletions; what else there was to do is done.
         """
         with self._alone() as readmit:
             around = self._space.around()
             limits = self._space.limits(around)
             _, policy = self._governor.current()
             usage = self._space.usage()
-            used = usage.used + catalog_reserve(around, limits.cap_bytes or 0)
             cap = limits.cap_bytes or 0
+            used = counted(usage, around, cap)
             above = int(used - policy.vault.low_watermark * cap) if cap else 0
             if used <= policy.vault.high_watermark * cap:
                 above = 0
-            short = limits.free_floor_bytes + usage.pending - around.free_bytes
-            if max(above, short) <= 0:
-                return EvictionReport()
-            report = self._evict(max(above, short), None, "watermark", readmit)
-            self._rounds += 1
-            return report
-
-    def _least(self) -> int:
-        around = self._space.around()
-        return int(_LEAST_SHARE * (self._space.limits(around).cap_bytes or 0))
+            wanted = {_VAULT: max(above, below_floor(usage, limits, around))}
+            most = {rule.name: rule.max_bytes for rule in policy.rules}
+            for (rule, tenant_id), nbytes in self._catalog.read(used_by_rule).items():
+                wanted[rule, tenant_id] = nbytes - (most.get(rule) or nbytes)
+            total, failures = EvictionReport(), list[KvvaultError]()
+            for whose, nbytes in wanted.items():
+                if nbytes > 0:
+                    report, failed = self._evict(nbytes, whose, "watermark", readmit)
+                    total += report
+                    failures += [failed] if failed is not None else []
+            self._rounds += total.segments > 0
+            if failures:
+                raise failures[0]
+            return total
 
     def _evict(
-        self, nbytes: int, shortage: NoSpaceError | None, reason: str, readmit: bool
-    ) -> EvictionReport:
-        """Caller holds the lock."""
+        self, nbytes: int, whose: _Whose, reason: str, readmit: bool
+    ) -> tuple[EvictionReport, KvvaultError | None]:
+        """What was evicted, and what the first of those ended with that could not be. Caller holds
+        the lock."""
         self._evicting = threading.get_ident()
         try:
-            return self._evict_chosen(nbytes, shortage, reason, readmit)
+            return self._evict_chosen(nbytes, whose, reason, readmit)
         finally:
             self._evicting = None
 
     def _evict_chosen(
-        self, nbytes: int, shortage: NoSpaceError | None, reason: str, readmit: bool
-    ) -> EvictionReport:
+        self, nbytes: int, whose: _Whose, reason: str, readmit: bool
+    ) -> tuple[EvictionReport, KvvaultError | None]:
         now = self._time.steady()
         rows = {
             row.facts.segment_id: row
             for row in self._catalog.read(operations.list_segments)
             if row.facts.state is SegmentState.SEALED
             and row.well_formed
-            and (
-                shortage is None
-                or shortage.rule is None
-                or (row.facts.rule, row.facts.tenant_id) == (shortage.rule, shortage.tenant_id)
-            )
+            and whose in (_VAULT, (row.facts.rule, row.facts.tenant_id))
         }
         held = self._catalog.read(retention.held_segments)
         chosen = choose_victims(self._uses(list(rows.values()), held, now), nbytes, now)
         report = EvictionReport(missing_bytes=chosen.missing_bytes)
+        failed: KvvaultError | None = None
         for victim in chosen.victims:
             slots = victim.readmit if readmit else ()
-            report = self._evict_one(rows[victim.segment_id], slots, reason, report)
+            try:
+                report += self._evict_one(rows[victim.segment_id], slots, reason)
+            except KvvaultError as exc:  # the others may go all the same
+                failed = failed or exc
         self._counters.add(
             evicted_segments=report.segments,
             evicted_bytes=report.freed_bytes,
@@ -203,7 +231,7 @@ class Evictor:
                 report.readmitted_bytes,
                 reason,
             )
-        return report
+        return report, failed
 
     def _uses(self, rows: Sequence[SegmentRow], held: set[bytes], now: float) -> list[SegmentUse]:
         latest: dict[bytes, float] = {}
@@ -235,27 +263,42 @@ class Evictor:
             )
         return uses
 
-    def _evict_one(
-        self, row: SegmentRow, readmit: Sequence[int], reason: str, report: EvictionReport
-    ) -> EvictionReport:
+    def _evict_one(self, row: SegmentRow, readmit: Sequence[int], reason: str) -> EvictionReport:
         most = max(1, _READMIT_BYTES // row.facts.block_bytes)
         saved = self._rewriter.save(row, readmit[:most]) if readmit else None
         segment_id = row.facts.segment_id
         plan = self._eraser.plan_segments([segment_id], Trigger.EVICT)
         revoked: set[bytes] = set()
 
-        def note(connection: Connection) -> bool:
+        def spared(connection: Connection) -> bool:
+            """The last look, in the transaction: what was erased meanwhile is not written again,
+            and what a policy has given a floor meanwhile stays."""
             revoked.update(revoking.revoked_of(connection, segment_id).values())
-            return False
+            now = operations.get_segment(connection, segment_id)
+            return now is not None and _has_to_stay(now.facts, self._time.steady())
 
-        done = self._eraser.execute(plan, actor="kvvault", reason=reason, unless=note)
-        again = 0
-        if done.segments and saved is not None:
-            saved = saved.without(revoked)  # erased since they were read
-            again = self._rewriter.write(row, saved) * row.facts.block_bytes
-        return EvictionReport(
-            report.segments + done.segments,
-            report.freed_bytes + done.data_bytes - again,
-            report.readmitted_bytes + again,
-            report.missing_bytes,
-        )
+        def again() -> int:
+            if saved is None:
+                return 0
+            into: set[bytes] = set()
+            blocks = self._rewriter.write(row, saved.without(revoked), into=into)
+            # Nothing more comes to them, and what is open cannot be evicted.
+            self._eraser.seal(list(into))
+            return blocks * row.facts.block_bytes
+
+        try:
+            done = self._eraser.execute(plan, actor="kvvault", reason=reason, unless=spared)
+        except KvvaultError:
+            now = self._catalog.read(partial(operations.get_segment, segment_id=segment_id))
+            if now is None or not now.facts.state.live:
+                again()  # its key is gone, although not everything went well
+            raise
+        if not done.segments:
+            return EvictionReport()
+        written = again()
+        return EvictionReport(1, done.data_bytes - written, written)
+
+
+def _has_to_stay(facts: SegmentFacts, now: float) -> bool:
+    """A deadline that has passed beats a floor."""
+    return facts.deadline > now and facts.keep_until is not None and facts.keep_until > now

@@ -47,6 +47,10 @@ class Governed:
         return self.policy_no, self.verdict.rule, self.verdict.retention_class, self.labels
 
     @property
+    def rule(self) -> str:
+        return self.verdict.rule
+
+    @property
     def max_bytes(self) -> int | None:
         """What all segments of this rule and tenant may take together."""
         return self.verdict.max_bytes
@@ -109,6 +113,10 @@ class Inherited:
     def key(self) -> tuple[object, ...]:
         """Blocks of one segment go to one segment."""
         return "again", self.segment_id
+
+    @property
+    def rule(self) -> str:
+        return self.kept.rule
 
     @property
     def segment_bytes(self) -> int | None:

@@ -45,19 +45,21 @@ class SpaceHealth:
 
     @property
     def used_bytes(self) -> int:
-        """What counts against the cap: segments, with what is set aside in them, and the catalog
-        with its log."""
+        """What is used now: segments, with what is set aside in them, and the catalog with its
+        log."""
         return self.usage.used + self.around.catalog_bytes + self.around.log_bytes
 
     @property
     def below_floor(self) -> bool:
-        """Less is free than has to stay free."""
-        return self.around.free_bytes < self.limits.free_floor_bytes
+        """Less is free than has to stay free, once what is set aside is written."""
+        return rows.below_floor(self.usage, self.limits, self.around) > 0
 
     @property
     def above_cap(self) -> bool:
+        """More than the cap counts against it, as stores are held to it: also what the catalog may
+        still take."""
         cap = self.limits.cap_bytes
-        return cap is not None and self.used_bytes > cap
+        return cap is not None and rows.counted(self.usage, self.around, cap) > cap
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,14 +114,16 @@ class Rewriter:
         return getattr(self._local, "busy", False)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self, patience_s: float | None = None) -> Iterator[None]:
         """Nobody else, in any process, writes blocks again meanwhile: what one deletes another
         could bring back.
 
         Raises:
-            VaultLockedError: somebody does, for too long.
+            VaultLockedError: somebody does, for longer than that (None: `lock_timeout_s`).
         """
-        with self._fence.exclusive("rewrite", self._timeout_s):
+        with self._fence.exclusive(
+            "rewrite", self._timeout_s if patience_s is None else patience_s
+        ):
             self._local.busy = True
             try:
                 yield

@@ -40,7 +40,7 @@ class Space:
         self._catalog = catalog
         self._governor = governor
         self.make_room: MakeRoom = lambda _exc: False
-        self._said: set[tuple[str | None, bytes | None]] = set()
+        self._said: set[tuple[str | None, bytes | None] | None] = set()
 
     def claim(
         self,
@@ -51,27 +51,51 @@ class Space:
         max_bytes: int | None,
         *,
         least: int = 1,
+        ahead: bool = True,
+        whose: tuple[str, bytes] | None = None,
     ) -> int:
         """Have more slots of a segment granted; how many it has then. At least `least` more.
+
+        `ahead`: some MiB more, as long as there is room. `whose`: of which rule and tenant.
 
         Raises:
             NoSpaceError: the policy's limits forbid it, and no room could be made.
             StorageError, CatalogError: the catalog or the file system cannot be asked.
         """
-        slots = min(capacity, granted + max(least, _STEP_BYTES // block_bytes))
+        fewest = min(capacity, granted + least)
+        step = _STEP_BYTES // block_bytes if ahead else 0
+        most = min(capacity, granted + max(least, step))
         try:
-            self._grant(segment_id, slots, max_bytes)
-            self._said.discard(_VAULT)
+            try:
+                slots = self._as_many(segment_id, fewest, most, block_bytes, max_bytes)
+            except NoSpaceError as exc:
+                if not self.make_room(exc):
+                    raise
+                slots = self._as_many(segment_id, fewest, most, block_bytes, max_bytes)
         except NoSpaceError as exc:
-            if not self.make_room(exc):
-                # What little there is may do.
-                slots = min(capacity, granted + least)
+            self._say(exc)
+            raise
+        self._said -= {_VAULT, whose}
+        return slots
+
+    def _as_many(
+        self, segment_id: bytes, fewest: int, most: int, block_bytes: int, max_bytes: int | None
+    ) -> int:
+        """Grant up to `most` slots: nothing has to go for what is only convenient.
+
+        Raises:
+            NoSpaceError: not even the fewest; it says how much is missing for these.
+        """
+        slots = most
+        while True:
             try:
                 self._grant(segment_id, slots, max_bytes)
-            except NoSpaceError as final:
-                self._say(final)
-                raise
-        return slots
+            except NoSpaceError as exc:
+                if slots <= fewest:
+                    raise
+                slots = max(fewest, slots - -(-exc.short // block_bytes))
+            else:
+                return slots
 
     def _say(self, exc: NoSpaceError) -> None:
         """Once: it comes with every store until something goes."""

@@ -50,6 +50,9 @@ from kvvault.view import View
 
 log = logging.getLogger(__name__)
 
+_RULE_SEGMENTS = 8
+"""What a rule's `max_bytes` allows is at least so many segments: else all of it went at once."""
+
 _NEW_FILE_ATTEMPTS = 5
 """Recovery elsewhere can only take a new file in the microsecond before it is locked."""
 
@@ -295,6 +298,8 @@ class Writer:
             segment.place.block_bytes,
             to.under.max_bytes,
             least=least,
+            ahead=isinstance(to.under, Governed),  # to what is copied nothing more comes
+            whose=(to.under.rule, to.tenant.tenant_id),
         )
 
     # -- open segments ----------------------------------------------------------------------------
@@ -466,6 +471,8 @@ class Writer:
                     self._directory.unlink(file.name)
             raise
         size = to.under.segment_bytes or self._options.segment_bytes
+        if to.under.max_bytes is not None:
+            size = min(size, to.under.max_bytes // _RULE_SEGMENTS)
         capacity = max(1, min(size // namespace.block_bytes, MAX_SLOTS))
         for segment_id, _file, _wrapped, _cipher in made:
             self._keys[segment_id] = to.key

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, case, func, select, update
+from sqlalchemy import ColumnElement, Connection, case, func, select, update
 
 from kvvault.catalog import schema as t
 from kvvault.catalog.operations import LIVE, SegmentGoneError
@@ -29,6 +29,7 @@ class NoSpaceError(StorageError):
     """A limit of the policy is reached.
 
     :param short: how many bytes would have to go.
+    :param used: how many there are of what the limit is for.
     :param rule: the rule whose `max_bytes` it is, and `tenant_id` the tenant for whom; None for the
         vault's cap or floor.
     """
@@ -37,6 +38,7 @@ class NoSpaceError(StorageError):
         self,
         message: str,
         short: int,
+        used: int,
         *,
         rule: str | None = None,
         tenant_id: bytes | None = None,
@@ -45,6 +47,7 @@ class NoSpaceError(StorageError):
             message, hint="blocks are not stored until something goes", errno=errno.ENOSPC
         )
         self.short = short
+        self.used = used
         self.rule = rule
         self.tenant_id = tenant_id
 
@@ -83,32 +86,57 @@ class Usage:
     pending_blocks: int = 0
     """The same in blocks."""
 
+    def with_more(self, blocks: int, block_bytes: int) -> Usage:
+        """What it would be if so many more blocks were granted."""
+        more = blocks * block_bytes
+        return Usage(self.used + more, self.pending + more, self.pending_blocks + blocks)
+
 
 def usage(
     connection: Connection, *, rule: str | None = None, tenant_id: bytes | None = None
 ) -> Usage:
     """What is used by all segments, or by those that one rule governs of one tenant."""
     s = t.segments.c
+    statement = select(*_SUMS).where(*_COUNTED)
+    if rule is not None:
+        statement = statement.where(s.rule == rule, s.tenant_id == tenant_id)
+    row = connection.execute(statement).one()
+    return Usage(int(row[0]), int(row[1]), int(row[2]))
+
+
+def used_by_rule(connection: Connection) -> dict[tuple[str, bytes], int]:
+    """Bytes used of what each rule governs of each tenant."""
+    s = t.segments.c
+    statement = select(s.rule, s.tenant_id, _SUMS[0]).where(*_COUNTED).group_by(s.rule, s.tenant_id)
+    return {
+        (rule, tenant_id): int(used)
+        for rule, tenant_id, used in connection.execute(statement)
+        if isinstance(rule, str) and isinstance(tenant_id, bytes)
+    }
+
+
+def _sums() -> tuple[ColumnElement[int], ...]:
+    s = t.segments.c
     # Whoever writes to a revoked segment may not know it yet, and have a batch under way: its grant
     # counts until its file is gone.
     is_sealed = s.state == SegmentState.SEALED.value
     slots = case((is_sealed, s.blocks), else_=func.max(s.granted, s.blocks))
     pending = case((is_sealed, 0), else_=func.max(s.granted - s.blocks, 0))
-    statement = select(
+    return (
         func.coalesce(func.sum(slots * s.block_bytes), 0),
         func.coalesce(func.sum(pending * s.block_bytes), 0),
         func.coalesce(func.sum(pending), 0),
-    ).where(
-        s.state.in_((*LIVE, SegmentState.REVOKED.value)),
-        # A damaged row that claims what cannot be must not keep everybody from storing.
-        s.blocks.between(0, MAX_SLOTS),
-        s.granted.between(0, MAX_SLOTS),
-        s.block_bytes.between(1, MAX_BLOCK_BYTES),
     )
-    if rule is not None:
-        statement = statement.where(s.rule == rule, s.tenant_id == tenant_id)
-    row = connection.execute(statement).one()
-    return Usage(int(row[0]), int(row[1]), int(row[2]))
+
+
+_SUMS = _sums()
+_COUNTED = (
+    t.segments.c.state.in_((*LIVE, SegmentState.REVOKED.value)),
+    # A damaged row that claims what cannot be must not keep everybody from storing.
+    t.segments.c.blocks.between(0, MAX_SLOTS),
+    t.segments.c.granted.between(0, MAX_SLOTS),
+    t.segments.c.block_bytes.between(1, MAX_BLOCK_BYTES),
+)
 
 
 def catalog_reserve(around: Surroundings, cap_bytes: int) -> int:
@@ -116,6 +144,18 @@ def catalog_reserve(around: Surroundings, cap_bytes: int) -> int:
     up to its limit, and a transaction beyond it. Of a tiny cap no more than a quarter."""
     log = max(around.log_bytes, min(2 * LOG_BYTES, cap_bytes // 4))
     return around.catalog_bytes + log
+
+
+def counted(of: Usage, around: Surroundings, cap_bytes: int) -> int:
+    """What counts against a cap: segment files with what is granted, and the catalog with what it
+    may take before anybody asks again."""
+    return of.used + catalog_reserve(around, cap_bytes) + of.pending_blocks * _ROW_BYTES
+
+
+def below_floor(of: Usage, limits: SpaceLimits, around: Surroundings) -> int:
+    """How much less is free than has to stay free once all that is granted is written; 0 or less
+    when there is enough."""
+    return limits.free_floor_bytes + of.pending - around.free_bytes
 
 
 def grant(
@@ -146,20 +186,20 @@ def grant(
     if more <= 0:
         return
     everything = usage(connection)
+    then = everything.with_more(blocks, int(row[1]))
     if limits.cap_bytes is not None:
-        short = everything.used + more - limits.cap_bytes
-        short += catalog_reserve(around, limits.cap_bytes)
-        short += (everything.pending_blocks + blocks) * _ROW_BYTES
+        short = counted(then, around, limits.cap_bytes) - limits.cap_bytes
         if short > 0:
-            raise NoSpaceError("the vault's cap is reached", short)
-    short = limits.free_floor_bytes + everything.pending + more - around.free_bytes
+            raise NoSpaceError("the vault's cap is reached", short, everything.used)
+    short = below_floor(then, limits, around)
     if short > 0:
-        raise NoSpaceError("the file system's free-space floor is reached", short)
+        raise NoSpaceError("the file system's free-space floor is reached", short, everything.used)
     if max_bytes is not None:
         rule, tenant_id = str(row[2]), blob(row[3], "a segment")
-        short = usage(connection, rule=rule, tenant_id=tenant_id).used + more - max_bytes
+        used = usage(connection, rule=rule, tenant_id=tenant_id).used
+        short = used + more - max_bytes
         if short > 0:
             raise NoSpaceError(
-                "the rule's max_bytes is reached", short, rule=rule, tenant_id=tenant_id
+                "the rule's max_bytes is reached", short, used, rule=rule, tenant_id=tenant_id
             )
     connection.execute(update(t.segments).where(s.segment_id == segment_id).values(granted=slots))

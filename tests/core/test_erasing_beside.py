@@ -12,7 +12,6 @@ from kvvault.audit.receipts import EngineCopy
 from kvvault.catalog import membership, operations
 from kvvault.deleting import Eraser
 from kvvault.errors import HeldError, StorageError
-from kvvault.evicting import EvictionReport
 from kvvault.model import Outcome
 from kvvault.promptfacts import Condition
 from kvvault.rewriting import Rewriter
@@ -253,7 +252,7 @@ class TestInSomebodysHands:
             for facts in rows:
                 row = two.catalog.read(partial(operations.get_segment, segment_id=facts.segment_id))
                 assert row is not None
-                two._evictor._evict_one(row, range(facts.blocks), "a test", EvictionReport())
+                two._evictor._evict_one(row, range(facts.blocks), "a test")
             assert_missing(two, there, path(1, 2))
             assert_hits(two, there, path(7, 8))
             one.refresh()

@@ -373,13 +373,13 @@ def test_what_is_written_again_and_finds_no_room_waits_for_nobody(
     asked: list[bool] = []
 
     def crowded(evictor: Evictor, *_: object) -> EvictionReport:
-        asked.append(evictor.make_room(NoSpaceError("others were faster", 1)))
+        asked.append(evictor.make_room(NoSpaceError("others were faster", 1, 1)))
         return EvictionReport(segments=1, freed_bytes=1)
 
     monkeypatch.setattr(Evictor, "_evict_chosen", crowded)
     with timed.create() as vault:
         made: list[bool] = []
-        shortage = NoSpaceError("the vault is full", 1)
+        shortage = NoSpaceError("the vault is full", 1, 1)
         thread = threading.Thread(
             target=lambda: made.append(vault._evictor.make_room(shortage)), daemon=True
         )
