@@ -45,6 +45,12 @@ class Scope:
     def tenant_id(self) -> bytes:
         return self._keys.tenant_id
 
+    @property
+    def lives(self) -> bool:
+        """False once the tenant was forgotten, as far as this process knows, or the vault closed.
+        Memory only."""
+        return not self._keys.closed
+
     def block_id(self, key: bytes) -> bytes:
         """The id under which the engine's block `key` is kept: 16 bytes. No I/O.
 

@@ -228,7 +228,7 @@ class TieredCache:
         stalled = self._pool.stalled
         for i, (key, stored) in enumerate(zip(keys, known, strict=True)):
             if stored is False:  # in DRAM alone
-                there = self._tenant_lives()
+                there = self._scope.lives
             else:
                 there = self._vault.contains(self._scope, (key,))[0] and (stored or not stalled)
             if not there:
@@ -359,7 +359,7 @@ class TieredCache:
             here = self._vault.contains(self._scope, keys)
         except KvvaultError:
             here = None  # the catalog does not answer: when in doubt, miss
-        lives = self._tenant_lives()
+        lives = self._scope.lives
         good = 0
         with self._changed:
             removals = self._vault.removals  # read last: those that `contains` saw are in it
@@ -376,13 +376,6 @@ class TieredCache:
                     self._table.discard(entry)
         self._device.zero(blocks[good : len(served)])
         return good
-
-    def _tenant_lives(self) -> bool:
-        try:
-            self._scope.block_id(b"")
-        except ClosedError:
-            return False
-        return True
 
     # -- transfers that ended ---------------------------------------------------------------------
 

@@ -149,8 +149,12 @@ def scope(tmp_path: Path) -> Iterator[Scope]:
         yield vault.scope("acme", Namespace.of(4096, {"a": "b"}))
 
 
+def never(_name: str) -> Scope:
+    raise AssertionError("nobody was forgotten")
+
+
 def test_labels_reach_the_place_that_the_policy_looks_at(scope: Scope) -> None:
-    tenancy = Tenancy({"acme": scope}, None)
+    tenancy = Tenancy({"acme": scope}, None, never)
     state = tenancy.decide(ours(tenant="acme", labels={"kind": "chat"}))
     assert state.scope is not None
     assert state.scope.labels == {"kind": "chat"}
@@ -164,7 +168,7 @@ def test_labels_reach_the_place_that_the_policy_looks_at(scope: Scope) -> None:
 
 
 def test_invented_labels_cost_a_bounded_amount_and_take_nobodys_own(scope: Scope) -> None:
-    tenancy = Tenancy({"acme": scope}, None)
+    tenancy = Tenancy({"acme": scope}, None, never)
     for i in range(3 * _MAX_SCOPES):
         invented = tenancy.decide(ours(tenant="acme", labels={"x": str(i)}))
         assert invented.scope is not None
@@ -176,7 +180,7 @@ def test_invented_labels_cost_a_bounded_amount_and_take_nobodys_own(scope: Scope
 
 
 def test_malformed_parameters_are_neither_stored_nor_served(scope: Scope) -> None:
-    tenancy = Tenancy({"acme": scope}, "acme")
+    tenancy = Tenancy({"acme": scope}, "acme", never)
     state = tenancy.decide(ours(tenant="acme", labels={"x": 1}))
     assert (state.scope, state.persist, state.verdict) == (None, False, Verdict.MALFORMED)
     assert state.said is None

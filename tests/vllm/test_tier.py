@@ -263,6 +263,33 @@ class TestTenants:
         assert not scheduler.store(asked_not_to, 1, private).success
         assert scheduler.found(kept + asked_not_to, private) == [True, False]
 
+    @pytest.mark.parametrize("params", [tenant("acme"), None], ids=["named", "by default"])
+    def test_who_was_forgotten_comes_again_as_somebody_new(
+        self, start: Start, vault: Path, params: object
+    ) -> None:
+        scheduler = start(tenants=["acme", "zeta"], default_tenant="acme")
+        keys, of_zeta = make_keys(2), make_keys(2)
+        old, zeta = scheduler.request("1", params), scheduler.request("2", tenant("zeta"))
+        assert scheduler.store(keys, 0, old).success
+        assert scheduler.store(of_zeta, 0, zeta).success
+        with Vault.open(vault) as operator:
+            operator.forget("acme")
+        scheduler.tier._vault.refresh()
+        # Requests that had begun end without; later ones begin anew, in a moment.
+        assert not scheduler.store(keys, 0, old).success
+        until = time.monotonic() + 60
+        new = scheduler.request("3", params)
+        while not scheduler.store(keys, 0, new).success and time.monotonic() < until:
+            new = scheduler.request("3", params)
+        assert scheduler.found(keys, scheduler.request("4", params)) == [True] * 2
+        assert scheduler.found(keys, scheduler.request("5", tenant("zeta"))) == [False] * 2
+        assert scheduler.found(of_zeta, zeta) == [True] * 2
+        with Vault.open(vault) as operator:
+            assert sorted(one.name or "" for one in operator.tenants()) == ["acme", "zeta"]
+        counts = scheduler.tier._counts
+        assert counts["requests_forgotten"] >= 1
+        assert scheduler.found(keys, old) == [False] * 2
+
 
 def nested(depth: int) -> dict[str, object]:
     params: dict[str, object] = {}

@@ -60,6 +60,7 @@ _FROM_TIER: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "requests_default_tenant": (REQUESTS, ("default_tenant",)),
     "requests_no_tenant": (REQUESTS, ("no_tenant",)),
     "requests_malformed": (REQUESTS, ("malformed",)),
+    "requests_forgotten": (REQUESTS, ("forgotten",)),
 }
 
 

@@ -12,14 +12,19 @@ keys with short values is looked at; nothing is walked deeper than the labels, l
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 
+from kvvault.errors import KvvaultError
 from kvvault.prompting import Prompt
 from kvvault.vault import Scope
+
+log = logging.getLogger(__name__)
 
 PARAMS_KEY = "kvvault"
 _KNOWN = frozenset({"tenant", "persist", "class", "subject", "labels", "request_id", "preview"})
@@ -35,6 +40,10 @@ _MAX_SCOPES = 256
 client that keeps inventing some costs itself time, and others nothing but that."""
 
 
+_RETRY_S = 5.0
+"""After so long a tenant that could not be made anew is tried again."""
+
+
 class Verdict(StrEnum):
     """Why a request is treated as it is; counted."""
 
@@ -42,6 +51,7 @@ class Verdict(StrEnum):
     DEFAULT_TENANT = "default_tenant"
     NO_TENANT = "no_tenant"
     MALFORMED = "malformed"
+    FORGOTTEN = "forgotten"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -180,12 +190,19 @@ def _are_labels(value: object) -> bool:
 
 
 class Tenancy:
-    """Decides for each request. No I/O: all scopes were opened when the engine started."""
+    """Decides for each request. No I/O: all scopes were opened when the engine started, and those
+    of tenants that were forgotten are made anew by a thread."""
 
-    def __init__(self, scopes: Mapping[str, Scope], default: str | None) -> None:
-        """`scopes`: the tenants that may be named, and the default one."""
-        self._scopes = dict(scopes)
-        self._default = None if default is None else self._scopes[default]
+    def __init__(
+        self, scopes: Mapping[str, Scope], default: str | None, reopen: Callable[[str], Scope]
+    ) -> None:
+        """`scopes`: the tenants that may be named, and the default one. `reopen` makes the scope of
+        a tenant that was forgotten; it may block, and raise KvvaultError."""
+        self._scopes = dict(scopes)  # whole entries are replaced, by the thread of `_reopen`
+        self._default = default
+        self._reopen = reopen
+        self._reopening: dict[str, threading.Thread] = {}
+        self._closed = threading.Event()
         self._asking: OrderedDict[_Asked, Scope] = OrderedDict()
 
     def decide(self, params: object) -> RequestState:
@@ -197,14 +214,41 @@ class Tenancy:
         asked = claim(params)
         if asked is None:
             return RequestState(None, False, Verdict.MALFORMED)
-        if asked.tenant is not None:
-            scope = self._scopes.get(asked.tenant)
-            if scope is not None:
-                return RequestState(self._ask(scope, asked), asked.persist, Verdict.ACCEPTED, asked)
-        if self._default is None:
+        name, verdict = asked.tenant, Verdict.ACCEPTED
+        if name is None or name not in self._scopes:
+            name, verdict = self._default, Verdict.DEFAULT_TENANT
+        if name is None:
             return RequestState(None, False, Verdict.NO_TENANT)
-        scope = self._ask(self._default, asked)
-        return RequestState(scope, asked.persist, Verdict.DEFAULT_TENANT, asked)
+        scope = self._scopes[name]
+        if not scope.lives:
+            self._begin_anew(name)
+            return RequestState(None, False, Verdict.FORGOTTEN)
+        return RequestState(self._ask(scope, asked), asked.persist, verdict, asked)
+
+    def close(self) -> None:
+        """Wait for tenants that are being made. Before the vault is closed."""
+        self._closed.set()
+        for thread in tuple(self._reopening.values()):
+            thread.join()
+
+    def _begin_anew(self, name: str) -> None:
+        """A tenant that was forgotten is, for requests that come later, a new one: with new keys,
+        under which nothing of the old one is found. Scheduler thread."""
+        under_way = self._reopening.get(name)
+        if self._closed.is_set() or (under_way is not None and under_way.is_alive()):
+            return
+        thread = threading.Thread(
+            target=self._make, args=(name,), name="kvvault-tenant", daemon=True
+        )
+        self._reopening[name] = thread
+        thread.start()
+
+    def _make(self, name: str) -> None:
+        try:
+            self._scopes[name] = self._reopen(name)
+        except KvvaultError as exc:
+            log.warning("a tenant that was forgotten cannot be made anew: %s", exc)
+            self._closed.wait(_RETRY_S)  # the next request tries again, not each of them
 
     def _ask(self, scope: Scope, asked: Claim) -> Scope:
         if asked.retention_class is None and not asked.labels:

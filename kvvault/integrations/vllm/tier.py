@@ -155,7 +155,9 @@ class KvvaultTier(SecondaryTierManager):
         except BaseException:
             self._vault.close()
             raise
-        self._tenancy = Tenancy(scopes, settings.default_tenant)
+        self._tenancy = Tenancy(
+            scopes, settings.default_tenant, lambda name: self._vault.scope(name, namespace)
+        )
         self._runs: queue.SimpleQueue[RunReport] = queue.SimpleQueue()
         self._scheduler = scheduler_of(self._vault, report=self._job_ran) if settings.jobs else None
         if self._scheduler is not None:
@@ -455,6 +457,7 @@ class KvvaultTier(SecondaryTierManager):
         self._shut_down = True
         try:
             self._pool.close()
+            self._tenancy.close()
             for req_id, state in tuple(self._unrecorded.items()):
                 self._record(req_id, state)
             if self._scheduler is not None:
