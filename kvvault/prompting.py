@@ -252,7 +252,15 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-REQUEST_PREFIXES = ("cmpl-", "chatcmpl-", "generate-tokens-")
+REQUEST_PREFIXES = (
+    "cmpl-",
+    "chatcmpl-",
+    "generate-tokens-",
+    "transcribe-",
+    "translate-",
+    "decision-",
+    "generative-scoring-",
+)
 """What vLLM puts before the value of a request's ``X-Request-Id`` header, or before a random one,
 to make the id of the response."""
 
@@ -439,8 +447,8 @@ class Recorder:
         waiting = _Waiting(prompt, ends, {}, deepest, used_at, now, now + _FIRST_LOOK_S)
         if self._look(waiting):
             self._waiting.append(waiting)
-            if len(self._waiting) > _MAX_WAITING:
-                self._waiting.popleft()
+            if len(self._waiting) > _MAX_WAITING and self._look(self._waiting.popleft()):
+                self._counters.add(prompts_not_recorded=1)
         self._look_again(now)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,14 @@ __all__ = [
     "question_of",
     "refusals_noted",
 ]
+
+_ASK_NOBODY: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Unless the environment says otherwise: who asks about a text must not tell others of which model,
+nor wait for them where they cannot be reached."""
 
 _MAX_TEXT: Final = 64 << 20
 _MAX_SALT: Final = 64 << 10
@@ -155,6 +164,8 @@ def question_of(
         UsageError: the text, the adapter or the model cannot be used.
         StorageError: a file cannot be read.
     """
+    for name, value in _ASK_NOBODY.items():
+        os.environ.setdefault(name, value)
     from kvvault.integrations.vllm.rendering import Renderer
 
     adapter = _adapter(lora)

@@ -46,7 +46,8 @@ class Renderer:
         """
         Args:
             model: a directory with the model's configuration and tokenizer (weights are not
-                needed), or a Hugging Face repository that vLLM finds.
+                needed), or a Hugging Face repository that vLLM finds (with HF_HUB_OFFLINE=1 only
+                one that was downloaded before).
             chat_template: as the server's ``--chat-template``, when it was given one.
 
         Raises:
@@ -67,7 +68,8 @@ class Renderer:
         except (OSError, ValueError, RuntimeError, KeyError) as exc:
             raise UsageError(
                 f"vLLM finds no model and tokenizer there ({type(exc).__name__})",
-                hint="name a directory with config.json and the tokenizer's files",
+                hint="name a directory with config.json and the tokenizer's files: as the model, "
+                "or where the model is a name, with --tokenizer (nothing is downloaded)",
             ) from None
 
     def completion(self, text: str) -> list[int]:
