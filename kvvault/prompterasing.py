@@ -114,7 +114,8 @@ class PromptEraser:
                 state=state,
                 meant=meant,
                 include_shared=include_shared,
-                asked=sorted({condition.name for condition in conditions}),
+                # The name of a label may name somebody: log and receipt say only "label".
+                asked=sorted({condition.name.partition(".")[0] for condition in conditions}),
                 tenant_id=next(iter(tenants)) if tenant is not None and tenants else None,
             )
         )

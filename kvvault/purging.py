@@ -26,7 +26,7 @@ that has just been replaced is refused by the catalog and does it again (`kvvaul
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,9 +35,11 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from kvvault.audit.receipts import AUTOMATIC, TECHNICAL, Issuer
+from kvvault.catalog import log as audit_log
 from kvvault.catalog import operations
 from kvvault.catalog import purging as rows
 from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.log import Fact
 from kvvault.catalog.purging import PurgeRow, Root, Wraps
 from kvvault.catalog.rows import TenantRow
 from kvvault.crypto import aead, keys, rewrap
@@ -67,6 +69,8 @@ _LOG_PATIENCE_S = 1.0
 _LOG_ATTEMPTS = 5
 _BATCH = 50
 """Receipts that are issued in one transaction: some milliseconds each."""
+_MAX_DAMAGED = 1000
+"""Deletions that one entry of the log names."""
 _PROBE_AAD = b"kvvault/purge/probe"
 
 
@@ -213,14 +217,18 @@ class Purger:
         verified_at = self._time.steady()
         done = replace(purge, destroyed_at=destroyed_at, verified_at=verified_at)
 
+        known = self._catalog.read(self._issuer.evidence)
+        if known.damaged:  # before these count as covered: a crash must not lose it
+            self._note_damage(known.damaged, verified_at)
+
         def certify(connection: Connection) -> int:
             numbers = rows.cover(connection, purge.purge_no, _BATCH, but={*AUTOMATIC, TECHNICAL})
-            self._issuer.purged(connection, done, numbers)
+            self._issuer.purged(connection, done, numbers, known)
             return len(numbers)
 
         def verified(connection: Connection) -> int:
             deletions = rows.note_verified(connection, purge.purge_no, verified_at)
-            self._issuer.summaries(connection, done)
+            self._issuer.summaries(connection, done, known)
             return deletions
 
         while self._catalog.write(certify):  # a few at a time: nobody commits meanwhile
@@ -240,6 +248,16 @@ class Purger:
             verified_at,
             0.0,
         )
+
+    def _note_damage(self, numbers: Sequence[int], now: float) -> None:
+        """Have the audit log say which deletions are not what it says of them."""
+        log.error("the catalog says of %d deletions what the audit log does not", len(numbers))
+        facts: dict[str, Fact] = {
+            "by": "purge",
+            "deletions": [str(number) for number in numbers[:_MAX_DAMAGED]],
+            "more_deletions": len(numbers) > _MAX_DAMAGED,
+        }
+        self._catalog.write(partial(audit_log.append, kind="damage-found", at=now, facts=facts))
 
     def _prove_nothing_left(self, purge: PurgeRow) -> None:
         left = self._catalog.read(partial(rows.rows_not_under, epoch=purge.new_epoch))

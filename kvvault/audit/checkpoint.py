@@ -79,7 +79,7 @@ class VerifierKey:
         Raises:
             UsageError: it is no verifier key. Does not repeat it.
         """
-        name, plus, rest = text.strip().partition("+")
+        name, plus, rest = text.strip().partition("+") if _is_text(text) else ("", "", "")
         _key_id, _, encoded = rest.partition("+")
         raw = _base64(encoded)
         if plus and _NAME.fullmatch(name) and raw is not None:
@@ -118,7 +118,7 @@ def parse_note(note: str, key: VerifierKey) -> Checkpoint:
     """
     text, _, signatures = note.rpartition("\n\n")
     lines = signatures.split("\n")
-    if len(note) > _MAX_NOTE or not text or lines.pop() or not lines:
+    if len(note) > _MAX_NOTE or not _is_text(note) or not text or lines.pop() or not lines:
         raise _no_note("is not a signed note")
     text += "\n"
     signed = False
@@ -152,6 +152,15 @@ def _parse_text(text: str) -> Checkpoint:
     if not _SIZE.fullmatch(size) or tree_root is None or len(tree_root) != HASH_BYTES:
         raise _no_note("is not a checkpoint")
     return Checkpoint(origin, int(size), tree_root)
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be written: not where a file that was read as text is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _base64(text: str) -> bytes | None:

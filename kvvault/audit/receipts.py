@@ -23,16 +23,16 @@ from typing import Final
 from sqlalchemy import Connection
 
 from kvvault import __version__
+from kvvault.audit import evidence
 from kvvault.audit.checkpoint import origin_of
 from kvvault.audit.envelope import Json, Proof, Receipt, parse
+from kvvault.audit.evidence import REVOKED, Evidence, Said
 from kvvault.catalog import log, receipts, retention
 from kvvault.catalog.log import Fact, canonical, exactly
 from kvvault.catalog.purging import PurgeRow
-from kvvault.catalog.receipts import DeletionRow, DeletionSums
 from kvvault.crypto.aead import random_id
 from kvvault.crypto.providers.base import ProviderInfo
 from kvvault.crypto.signing import Signer
-from kvvault.errors import FormatError
 
 __all__ = [
     "AUTOMATIC",
@@ -47,7 +47,6 @@ __all__ = [
     "parse",
 ]
 
-REVOKED: Final = "revoked"
 PURGED: Final = "purged"
 AUTOMATIC: Final = frozenset({"expire", "evict"})
 """Triggers of deletions that nobody asked for: summed up, one receipt per purge."""
@@ -168,7 +167,8 @@ class Issuer:
         if len(ids) > _MAX_KEY_IDS:
             keys = {"count": len(ids), "sha256": hashlib.sha256("".join(ids).encode()).hexdigest()}
         content = {
-            **self._frame(facts.actor, facts.revoked_at),
+            **self._frame(),
+            "performed": self._performed(facts.actor, facts.revoked_at),
             "phase": REVOKED,
             "deletion": {
                 "number": facts.deletion_no,
@@ -195,78 +195,88 @@ class Issuer:
         }
         return self._issue(connection, content, REVOKED, facts.deletion_no, facts.revoked_at)
 
-    def purged(
-        self, connection: Connection, purge: PurgeRow, numbers: Sequence[int]
-    ) -> list[Receipt]:
-        """The second receipts of deletions that a purge made unrecoverable, in the transaction in
-        which they say so.
+    def evidence(self, connection: Connection) -> Evidence:
+        """What the purge under way may certify; see `kvvault.audit.evidence`.
 
         Raises: as `revoked`.
         """
-        firsts = self._firsts(connection, numbers)
+        return evidence.find(connection, self._signer().public_key, {*AUTOMATIC, TECHNICAL})
+
+    def purged(
+        self, connection: Connection, purge: PurgeRow, numbers: Sequence[int], known: Evidence
+    ) -> list[Receipt]:
+        """The second receipts of deletions that a purge made unrecoverable, in the transaction in
+        which they say so; none of a deletion of which only its row is known.
+
+        Raises: as `revoked`.
+        """
         return [
-            self._second(connection, purge, row, firsts.get(row.deletion_no))
-            for row in receipts.deletions(connection, numbers)
+            self._second(connection, purge, number, known)
+            for number in numbers
+            if number in known.firsts or number in known.said
         ]
 
-    def summaries(self, connection: Connection, purge: PurgeRow) -> list[Receipt]:
+    def summaries(self, connection: Connection, purge: PurgeRow, known: Evidence) -> list[Receipt]:
         """One receipt for each kind of what went by itself and a purge made unrecoverable, in the
         transaction that ends it.
 
         Raises: as `revoked`.
         """
-        return [
-            self._summary(connection, purge, sums)
-            for sums in receipts.summed_up(connection, purge.purge_no, AUTOMATIC)
-        ]
+        made = []
+        for trigger in sorted(AUTOMATIC):
+            went = {n: said for n, said in known.said.items() if said.trigger == trigger}
+            if went:
+                made.append(self._summary(connection, purge, trigger, went))
+        return made
 
     def _second(
-        self, connection: Connection, purge: PurgeRow, row: DeletionRow, first: Receipt | None
+        self, connection: Connection, purge: PurgeRow, number: int, known: Evidence
     ) -> Receipt:
-        about: Json = {"deletion": _of_row(row), "kept": {}, "engine_copies": []}
-        link = None
+        first = known.firsts.get(number)
         if first is not None:
-            about = {name: first.content[name] for name in about}
-            link = {"id": first.receipt_id, "sha256": first.digest}
-        content = {
-            **self._purge_frame(purge, row.actor, row.revoked_at),
-            **about,
-            "revoked_receipt": link,
-        }
-        return self._issue(connection, content, PURGED, row.deletion_no, _verified_at(purge))
+            content = {
+                **self._purge_frame(purge),
+                "performed": first.content["performed"],
+                **{name: first.content[name] for name in ("deletion", "kept", "engine_copies")},
+                "revoked_receipt": {"id": first.receipt_id, "sha256": first.digest},
+            }
+        else:
+            said = known.said[number]
+            content = {
+                **self._purge_frame(purge),
+                "performed": self._performed(said.actor, said.revoked_at),
+                "deletion": _of_log(number, said),
+                "kept": {},
+                "engine_copies": [],
+                "revoked_receipt": None,
+            }
+        return self._issue(connection, content, PURGED, number, _verified_at(purge))
 
-    def _firsts(self, connection: Connection, numbers: Sequence[int]) -> dict[int, Receipt]:
-        """The first receipts of deletions, by number; not of those that were made without one by an
-        older release, nor such as were altered."""
-        found = {}
-        for stored in receipts.of_deletions(connection, numbers, REVOKED):
-            try:
-                first = parse(stored.document)
-            except FormatError:
-                continue
-            ours = first.public_key == self._signer().public_key
-            if ours and first.authentic and first.phase == REVOKED:
-                found[stored.deletion_no or 0] = first
-        return found
-
-    def _summary(self, connection: Connection, purge: PurgeRow, sums: DeletionSums) -> Receipt:
+    def _summary(
+        self, connection: Connection, purge: PurgeRow, trigger: str, went: Mapping[int, Said]
+    ) -> Receipt:
+        times = [said.revoked_at for said in went.values()]
         content = {
-            **self._purge_frame(purge, "kvvault", sums.last_revoked_at),
+            **self._purge_frame(purge),
+            "performed": self._performed("kvvault", max(times)),
             "deletion": {
-                "trigger": sums.trigger,
-                "numbers": [sums.first_no, sums.last_no],
-                "count": sums.count,
-                "segments": sums.segments,
-                "blocks": sums.blocks,
-                "bytes": sums.data_bytes,
-                "revoked_at": moment(sums.first_revoked_at),
-                "revoked_until": moment(sums.last_revoked_at),
+                "trigger": trigger,
+                "numbers": [min(went), max(went)],
+                "count": len(went),
+                "segments": sum(said.segments for said in went.values()),
+                "blocks": sum(said.blocks for said in went.values()),
+                "bytes": sum(said.data_bytes for said in went.values()),
+                "revoked_at": moment(min(times)),
+                "revoked_until": moment(max(times)),
             },
             "revoked_receipt": None,
         }
         return self._issue(connection, content, PURGED, None, _verified_at(purge))
 
-    def _frame(self, actor: str, at: float) -> dict[str, object]:
+    def _performed(self, actor: str, at: float) -> Json:
+        return {"by": actor, "at": moment(at), "where": self._place}
+
+    def _frame(self) -> dict[str, object]:
         info = self._provider
         return {
             "kind": "kvvault receipt",
@@ -276,7 +286,6 @@ class Issuer:
             "media": {"type": _MEDIA, "where": self._place},
             "method": _METHOD,
             "tool": {"name": "kvvault", "version": __version__},
-            "performed": {"by": actor, "at": moment(at), "where": self._place},
             "assurance": {
                 "level": info.assurance.value,
                 "reason": info.reason,
@@ -285,8 +294,8 @@ class Issuer:
             "backups": _BACKUPS[info.assurance.value],
         }
 
-    def _purge_frame(self, purge: PurgeRow, actor: str, revoked_at: float) -> dict[str, object]:
-        frame = self._frame(actor, revoked_at)
+    def _purge_frame(self, purge: PurgeRow) -> dict[str, object]:
+        frame = self._frame()
         # What the provider could claim when the purge began: that is what its destruction is worth.
         if purge.assurance != self._provider.assurance.value:
             frame["assurance"] = {"level": purge.assurance, "reason": "when the purge began"}
@@ -340,15 +349,17 @@ class Issuer:
         return receipt
 
 
-def _of_row(row: DeletionRow) -> Json:
+def _of_log(number: int, said: Said) -> Json:
+    """A deletion without its first receipt; its reason stands nowhere else that could be relied
+    on."""
     return {
-        "number": row.deletion_no,
-        "trigger": row.trigger,
-        "reason": row.reason,
-        "segments": row.segments,
-        "blocks": row.blocks,
-        "bytes": row.data_bytes,
-        "revoked_at": moment(row.revoked_at),
+        "number": number,
+        "trigger": said.trigger,
+        "reason": None,
+        "segments": said.segments,
+        "blocks": said.blocks,
+        "bytes": said.data_bytes,
+        "revoked_at": moment(said.revoked_at),
     }
 
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from kvvault.audit.receipts import ERASE, PURGED, Receipt
 
-__all__ = ["as_html", "as_markdown", "sections"]
+__all__ = ["as_html", "as_markdown", "inert", "sections"]
 
 Section: TypeAlias = tuple[str, Sequence[tuple[str, str]]]
 
 _SHOWN_IDS: Final = 20
 _MARKDOWN: Final = re.compile(r"([\\`*_{}\[\]()#+!|~-])")
+_PARTS: Final = re.compile(r"([\s`|\\\[\](){}<>&*_~#]+)")
+_LIVE: Final = re.compile(r"[@$]|://|www\.", re.IGNORECASE)
 _STYLE: Final = (
     "body{font:12pt/1.4 serif;max-width:48em;margin:2em auto;padding:0 1em}"
     "h1{font-size:1.4em}h2{font-size:1.1em;margin:1.2em 0 .3em}"
@@ -197,4 +199,19 @@ def _plain(text: str) -> str:
 
 
 def _in_markdown(text: str) -> str:
-    return _MARKDOWN.sub(r"\\\1", html.escape(_plain(text), quote=False))
+    return inert(_plain(text), _escaped)
+
+
+def _escaped(text: str) -> str:
+    return _MARKDOWN.sub(r"\\\1", html.escape(text, quote=False))
+
+
+def inert(text: str, escape: Callable[[str], str]) -> str:
+    """Text as Markdown in which nothing becomes a link, a mention or a formula. Readers find these
+    after they have taken escapes away, so words that could be one are set as code.
+
+    :param escape: for everything else, and for every character that is markup.
+    """
+    return "".join(
+        f"`{part}`" if _LIVE.search(part) else escape(part) for part in _PARTS.split(text)
+    )

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvvault.audit import merkle
 from kvvault.audit.checkpoint import Checkpoint, VerifierKey, origin_of, parse_note
-from kvvault.audit.receipts import Proof, Receipt, parse
+from kvvault.audit.envelope import Proof, Receipt, parse
 from kvvault.catalog.log import exactly, link_of, raw
 from kvvault.catalog.receipts import ReceiptRow
 from kvvault.errors import FormatError
@@ -31,6 +31,8 @@ __all__ = [
     "check_log",
     "check_receipt",
     "check_stored_receipts",
+    "deletion_of",
+    "is_entry_of",
     "read_entry",
 ]
 
@@ -257,7 +259,7 @@ def _origin(receipt: Receipt) -> str | None:
 
 def _check_proof(receipt: Receipt, proof: Proof, key: VerifierKey, name: str) -> list[Finding]:
     findings = []
-    if proof.entry != receipt.entry or not _names(proof.body, proof.entry, receipt):
+    if proof.entry != receipt.entry or not is_entry_of(proof.entry, proof.body, receipt):
         findings.append(Finding(name, f"the entry {proof.entry} that came with it is not its own"))
     try:
         said = parse_note(proof.checkpoint, key)
@@ -271,19 +273,19 @@ def _check_proof(receipt: Receipt, proof: Proof, key: VerifierKey, name: str) ->
     return findings
 
 
-def _names(body: str, index: int, receipt: Receipt) -> bool:
+def is_entry_of(index: int, body: str, receipt: Receipt) -> bool:
     """Whether an entry is the one of this receipt."""
     try:
-        entry = read_entry(index, body)
+        return _is_of(read_entry(index, body), receipt)
     except FormatError:
         return False
-    facts = entry.facts
-    return (
-        entry.kind == "receipt"
-        and facts.get("receipt") == receipt.receipt_id
-        and facts.get("phase") == receipt.phase
-        and facts.get("sha256") == receipt.digest
-    )
+
+
+def deletion_of(receipt: Receipt) -> int | None:
+    """The number of the deletion it says it is of; None of one that sums up."""
+    deletion = receipt.content.get("deletion")
+    number = deletion.get("number") if isinstance(deletion, dict) else None
+    return number if isinstance(number, int) else None
 
 
 def check_stored_receipts(
@@ -305,9 +307,7 @@ def check_stored_receipts(
             findings.append(Finding(name, "altered: kvvault keeps none like it"))
             continue
         findings += check_receipt(receipt, key)
-        deletion = receipt.content.get("deletion")
-        number = deletion.get("number") if isinstance(deletion, dict) else None
-        told = (receipt.receipt_id, receipt.phase, receipt.entry, number)
+        told = (receipt.receipt_id, receipt.phase, receipt.entry, deletion_of(receipt))
         if told != (row.receipt_id.hex(), row.phase, row.entry_no, row.deletion_no):
             findings.append(Finding(name, "its row says something else than it does"))
         entry = entries.get(receipt.entry)
@@ -324,7 +324,9 @@ def check_stored_receipts(
 def _is_of(entry: Entry, receipt: Receipt) -> bool:
     facts = entry.facts
     return (
-        facts.get("receipt") == receipt.receipt_id
+        entry.kind == "receipt"
+        and facts.get("receipt") == receipt.receipt_id
         and facts.get("phase") == receipt.phase
+        and facts.get("deletion") == deletion_of(receipt)
         and facts.get("sha256") == receipt.digest
     )

@@ -6,11 +6,24 @@ under exactly one key: the old one or the new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, bindparam, func, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Float,
+    LargeBinary,
+    Row,
+    and_,
+    bindparam,
+    cast,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from kvvault.catalog import log, operations
@@ -358,6 +371,29 @@ def cover(connection: Connection, purge_no: int, limit: int, *, but: Collection[
             update(t.deletions).where(d.deletion_no.in_(chunk)).values(purge_no=purge_no)
         )
     return numbers
+
+
+def uncovered(connection: Connection) -> Sequence[tuple[int, tuple[object, ...]]]:
+    """The deletions that the purge under way covers and that do not say so yet: number, and
+    trigger, actor, segments, blocks, bytes and time. As the rows say."""
+    d = t.deletions.c
+    rows = connection.execute(
+        select(
+            d.deletion_no,
+            cast(d.trigger, LargeBinary),
+            cast(d.actor, LargeBinary),
+            d.segments,
+            d.blocks,
+            d.data_bytes,
+            cast(d.revoked_at, Float),
+        )
+        .where(_uncovered())
+        .order_by(d.deletion_no)
+    )
+    return [
+        (int(row[0]), (log.text(row[1]), log.text(row[2]), *row[3:6], float(row[6] or 0)))
+        for row in rows
+    ]
 
 
 def note_verified(connection: Connection, purge_no: int, now: float) -> int:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,21 +41,6 @@ class DeletionRow:
     data_bytes: int
     revoked_at: float
     purge_no: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class DeletionSums:
-    """Deletions with one trigger together."""
-
-    trigger: str
-    count: int
-    first_no: int
-    last_no: int
-    segments: int
-    blocks: int
-    data_bytes: int
-    first_revoked_at: float
-    last_revoked_at: float
 
 
 def add(
@@ -170,42 +155,3 @@ def deletion_row(row: Row[Any]) -> DeletionRow:
         )
     except (TypeError, ValueError) as exc:
         raise corrupt("a deletion") from exc
-
-
-def summed_up(
-    connection: Connection, purge_no: int, triggers: Collection[str]
-) -> Sequence[DeletionSums]:
-    """The deletions that one purge made unrecoverable and that have these triggers, each trigger
-    as one."""
-    d = t.deletions.c
-    rows = connection.execute(
-        select(
-            d.trigger,
-            func.count(),
-            func.min(d.deletion_no),
-            func.max(d.deletion_no),
-            # Not sum(): beyond 63 bits, which damaged rows may claim, SQLite refuses to add.
-            func.total(d.segments),
-            func.total(d.blocks),
-            func.total(d.data_bytes),
-            func.min(d.revoked_at),
-            func.max(d.revoked_at),
-        )
-        .where(d.purge_no == purge_no, d.trigger.in_(list(triggers)))
-        .group_by(d.trigger)
-        .order_by(d.trigger)
-    )
-    return [
-        DeletionSums(
-            str(row[0]),
-            int(row[1]),
-            int(row[2]),
-            int(row[3]),
-            int(row[4]),
-            int(row[5]),
-            int(row[6]),
-            float(row[7]),
-            float(row[8]),
-        )
-        for row in rows
-    ]

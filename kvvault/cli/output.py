@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Bar", "Output", "printable"]
 
-_WIDE = 1 << 14
-"""Columns that a line may have: nothing is cut off, on no terminal."""
+_WIDE = 1 << 40
+"""Columns that a line may have: nothing is wrapped or cut off, on no terminal. Costs nothing."""
 
 
 def printable(text: str) -> str:

@@ -106,7 +106,7 @@ def report(source: Source, *, tenant: str | None = None) -> Report:
         Answer("purge_overdue", "a purge is overdue", keys.overdue, "kvvault keys ls", Kind.FLAG,
                not keys.overdue),
         *_scrub_answers(scrubs),
-        Answer("damage_found", "times that altered or missing blocks were found in the period",
+        Answer("damage_found", "times that something was found altered or missing in the period",
                damage, "kvvault audit tail", Kind.COUNT, damage == 0),
     )  # fmt: skip
     return source.report(

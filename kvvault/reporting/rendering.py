@@ -13,11 +13,13 @@ import html
 import io
 import json
 import math
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Final
 
+from kvvault.audit.rendering import inert
 from kvvault.reporting.document import Answer, Kind, Report, Table, Value
 
 __all__ = ["Format", "render"]
@@ -139,7 +141,7 @@ _MARKUP: Final = str.maketrans(
 
 
 def _md(text: str) -> str:
-    return text.translate(_MARKUP)
+    return inert(text, lambda part: part.translate(_MARKUP))
 
 
 def _md_code(text: str) -> str:
@@ -336,13 +338,18 @@ _FORMULA: Final = "=+-@\uff1d\uff0b\uff0d\uff20"
 """A cell that begins with one of them is run by some spreadsheet; the last four are full width."""
 
 
+_AFTER_SEMICOLON: Final = re.compile(rf";(?=[\s\"']*[{re.escape(_FORMULA)}])")
+"""Where semicolons separate columns a cell begins behind each; quotation marks around ours do not
+keep that from happening."""
+
+
 def _csv_cell(value: Value, kind: Kind = Kind.TEXT) -> Value:
     value = _raw(value, kind)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, str):
         return value
-    text = _clean(value)
+    text = _AFTER_SEMICOLON.sub(";'", _clean(value))
     return f"'{text}" if text.startswith(tuple(_FORMULA)) else text
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvvault import __version__
-from kvvault.audit.receipts import AUTOMATIC, Receipt, parse
+from kvvault.audit.receipts import AUTOMATIC, EngineCopy, Receipt, parse
 from kvvault.audit.rendering import as_html, as_markdown
 from kvvault.audit.verifying import check_receipt
 from kvvault.crypto.providers import EphemeralProvider
@@ -30,6 +30,7 @@ from kvvault.errors import (
 from kvvault.vault import Vault
 from tests.audit.conftest import SECRETS, Past
 from tests.core.support import BLOCK, Home, keys, namespace, put
+from tests.core.test_prompt_erasing import of, send
 
 
 @pytest.fixture
@@ -204,18 +205,191 @@ def test_a_purge_that_dies_while_it_certifies_makes_each_receipt_once(
 
 
 def test_a_deletion_without_a_first_receipt_gets_its_second(home: Home) -> None:
-    """Of an older kvvault, or one whose first receipt was altered."""
+    """One whose first receipt was altered. The reason, which the log has not, is not signed."""
     with home.create() as vault:
         put(vault, vault.scope("acme", namespace()), keys(4))
         vault.execute(vault.plan_segments(segments(vault)), actor="operator", reason="why")
     with home.sql() as sql:
         sql.execute("UPDATE receipts SET document=replace(document, 'why', 'wherefore')")
+        sql.execute("UPDATE deletions SET reason='request 17/2026'")
     with home.open() as vault:
         vault.purge()
         second = receipts(vault)[1]
+        assert damaged(vault) == ["1"]
     assert second.content["revoked_receipt"] is None
     assert second.content["deletion"]["blocks"] == 4
+    assert second.content["deletion"]["reason"] is None
+    assert second.content["performed"]["by"] == "operator"
     assert second.authentic
+
+
+def damaged(vault: Vault) -> list[str]:
+    """Deletions that purges have called damaged."""
+    found = [entry for entry in vault.audit.tail(1000) if entry.kind == "damage-found"]
+    assert all(entry.facts["by"] == "purge" for entry in found)
+    return [number for entry in found for number in entry.facts["deletions"]]
+
+
+def two_deletions(home: Home) -> tuple[Receipt, Receipt]:
+    """Their first receipts."""
+    with home.create() as vault:
+        put(vault, vault.scope("acme", namespace()), keys(8))
+        small, large = segments(vault)
+        vault.execute(vault.plan_segments([small]), actor="one", reason="unimportant")
+        vault.execute(vault.plan_segments([large]), actor="two", reason="request 17/2026")
+        first, other = receipts(vault)
+    return first, other
+
+
+@pytest.mark.parametrize("taken_away", [False, True])
+def test_a_first_receipt_of_another_deletion_is_not_certified(home: Home, taken_away: bool) -> None:
+    """Nor by somebody who clears up behind himself."""
+    _first, other = two_deletions(home)
+    with home.sql() as sql:
+        sql.execute(
+            "INSERT INTO receipts (receipt_id, deletion_no, phase, entry_no, document) "
+            "VALUES (?, 1, 'revoked', ?, ?)",
+            (b"x" * 16, other.entry, other.document),
+        )
+        if taken_away:  # what is deleted in truth waits no more
+            sql.execute("DELETE FROM receipts WHERE deletion_no=2")
+            sql.execute("DELETE FROM deletions WHERE deletion_no=2")
+    with home.open() as vault:
+        vault.purge()
+        seconds = [one for one in receipts(vault) if one.phase == "purged"]
+        said = [one.content["deletion"] for one in seconds]
+    assert [one["number"] for one in said] == ([1] if taken_away else [1, 2])
+    assert said[0]["reason"] == "unimportant"
+
+
+def test_a_first_receipt_whose_entry_is_gone_is_not_certified(home: Home) -> None:
+    first, _other = two_deletions(home)
+    with home.sql() as sql:
+        sql.execute("UPDATE log_entries SET body='{}' WHERE entry_no=?", (first.entry,))
+    with home.open() as vault:
+        vault.purge()
+        links = [one.content["revoked_receipt"] for one in receipts(vault)[2:]]
+    assert links[0] is None
+    assert links[1] is not None
+
+
+def test_of_two_first_receipts_the_last_is_certified_or_none(home: Home) -> None:
+    """The second of them says what became of an engine's copies: who takes it away for a while
+    gets no receipt that leaves that out."""
+    for hidden in (False, True):
+        here = Home(home.path.with_name(f"v{hidden}"))
+        with here.create() as vault:
+            send(vault, vault.scope("acme", namespace()), [1, 2], "anna")
+            vault.erase(
+                vault.plan_erasure(of("anna"), tenant="acme"),
+                actor="operator",
+                reason="why",
+                engine=lambda: [EngineCopy("GPU prefix cache", reached=False)],
+            )
+            early, late = receipts(vault)
+        with here.sql() as sql:
+            if hidden:
+                sql.execute("DELETE FROM receipts WHERE entry_no=?", (late.entry,))
+            else:  # the order of rows says nothing
+                sql.execute("UPDATE receipts SET receipt_no=9 WHERE entry_no=?", (early.entry,))
+        with here.open() as vault:
+            vault.purge()
+            [second] = [one for one in receipts(vault) if one.phase == "purged"]
+            link = second.content["revoked_receipt"]
+            assert damaged(vault) == (["1"] if hidden else [])
+        if hidden:
+            assert link is None
+        else:
+            assert link == {"id": late.receipt_id, "sha256": late.digest}
+            assert not second.content["engine_copies"][0]["reached"]
+
+
+INVENTED = (
+    "INSERT INTO deletions (trigger, actor, reason, segments, blocks, data_bytes, revoked_at) "
+    "VALUES (?, 'dpo', 'request 17/2026', 0, ?, 409600, 4e9)"
+)
+
+
+@pytest.mark.parametrize("trigger", ["erase", "expire", "evict", "rm", "something"])
+@pytest.mark.parametrize("blocks", [100, "abc", b"\xff"])
+def test_what_only_a_row_says_gets_no_receipt(home: Home, trigger: str, blocks: object) -> None:
+    with home.create() as vault:
+        put(vault, vault.scope("acme", namespace()), keys(8))
+        one, other = segments(vault)
+        vault.execute(vault.plan_segments([one]), actor="operator", reason="why")
+        plan = vault._eraser.plan_segments([other], Trigger.EVICT)
+        vault._eraser.execute(plan, actor="kvvault", reason="stores wait")
+    with home.sql() as sql:
+        sql.execute(INVENTED, (trigger, blocks))
+    with home.open() as vault:
+        vault.purge()
+        made = [one.content["deletion"] for one in receipts(vault) if one.phase == "purged"]
+        assert damaged(vault) == ["3"]
+        vault.purge()
+        assert damaged(vault) == ["3"]  # once
+    # The control: what the log has as well gets one.
+    assert sorted((one["trigger"], one["blocks"]) for one in made) == [("evict", 4), ("rm", 4)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["blocks=100", "data_bytes=409600", "trigger='expire'", "actor='dpo'", "revoked_at=1.5"],
+)
+def test_a_row_that_says_something_else_than_the_log_gets_no_receipt(
+    home: Home, change: str
+) -> None:
+    with home.create() as vault:
+        put(vault, vault.scope("acme", namespace()), keys(8))
+        for segment_id in segments(vault):
+            plan = vault._eraser.plan_segments([segment_id], Trigger.EVICT)
+            vault._eraser.execute(plan, actor="kvvault", reason="stores wait")
+    with home.sql() as sql:
+        sql.execute(f"UPDATE deletions SET {change} WHERE deletion_no=1")  # noqa: S608
+    with home.open() as vault:
+        vault.purge()
+        [only] = receipts(vault)
+        assert damaged(vault) == ["1"]
+    assert only.content["deletion"]["numbers"] == [2, 2]
+    assert only.content["deletion"]["count"] == 1
+    assert only.content["deletion"]["blocks"] == 4
+
+
+def test_an_altered_row_does_not_change_what_the_first_receipt_says(home: Home) -> None:
+    first, _other = two_deletions(home)
+    with home.sql() as sql:
+        sql.execute("UPDATE deletions SET blocks=100, actor='dpo' WHERE deletion_no=1")
+    with home.open() as vault:
+        vault.purge()
+        second = receipts(vault)[2]
+        assert damaged(vault) == ["1"]
+    assert second.content["deletion"] == first.content["deletion"]
+    assert second.content["performed"] == first.content["performed"]
+
+
+def test_damage_that_a_purge_found_outlives_it(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_deletions(home)
+    with home.sql() as sql:
+        sql.execute(INVENTED, ("erase", 100))
+    with home.open() as vault:
+        with monkeypatch.context() as patch:
+            patch.setattr(vault._issuer, "summaries", _full)
+            with pytest.raises(StorageError):
+                vault.purge()
+        assert damaged(vault) == ["3"]
+        vault.purge()
+        assert [one.phase for one in receipts(vault)] == ["revoked"] * 2 + ["purged"] * 2
+
+
+def test_a_deletion_of_before_the_log_gets_no_receipt_and_is_no_damage(home: Home) -> None:
+    """Of an older kvvault: nothing says what it was."""
+    with home.create() as vault:
+        vault.scope("acme", namespace())
+    with home.sql() as sql:
+        sql.execute(INVENTED.replace("4e9", "1.5"), ("rm", 100))
+    with home.open() as vault:
+        assert vault.purge().deletions == 1
+        assert receipts(vault) == []
+        assert damaged(vault) == []
 
 
 def test_many_keys_are_named_by_one_digest(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,6 +646,16 @@ def test_nothing_of_a_receipt_is_markup(home: Home) -> None:
     assert "](http" not in as_markdown(first)
     assert "<script" not in as_markdown(first)
     assert "\\|" in as_markdown(first)
+
+
+@pytest.mark.parametrize(
+    "live", ["https://evil.example", "www.evil.example", "a@evil.example", "@all", "$x$"]
+)
+def test_no_text_of_a_receipt_comes_to_life(past: Past, live: str) -> None:
+    said = past.receipts[0].content
+    content = {**said, "deletion": {**said["deletion"], "reason": f"see {live} there"}}
+    text = as_markdown(replace(past.receipts[0], content=content))
+    assert f"see `{live}` there" in text
 
 
 def test_a_provider_that_is_closed_does_not_matter(home: Home) -> None:

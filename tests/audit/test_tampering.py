@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import Connection
 
 from kvvault.audit import merkle
 from kvvault.audit.checkpoint import Checkpoint, sign_note
 from kvvault.audit.log import Verification
-from kvvault.audit.receipts import parse
+from kvvault.audit.receipts import Proof, Receipt, parse
 from kvvault.audit.verifying import Note, check_log, check_receipt
-from kvvault.catalog.log import canonical, link_of
+from kvvault.catalog import log, receipts
+from kvvault.catalog.log import Fact, canonical, link_of
 from kvvault.crypto.signing import Signer
 from kvvault.errors import CatalogCorruptError, FormatError
 from tests.audit.conftest import Past
@@ -268,6 +270,31 @@ def test_an_edited_checkpoint_in_the_catalog_is_found(past: Past, tampered: Home
         vault.audit.checkpoint()
 
 
+@pytest.mark.parametrize("where", ["newest", "another"])
+def test_a_checkpoint_that_is_no_text_is_found(past: Past, tampered: Home, where: str) -> None:
+    """One that otherwise looks like one; in the catalog and kept elsewhere."""
+    no_text = past.notes[-1].encode().replace(b"\n\n", b"\n\xff\n\n", 1)
+    with tampered.sql() as sql:
+        if where == "newest":
+            newest = past.sizes[-1]
+            sql.execute(
+                "UPDATE checkpoints SET note=CAST(? AS TEXT) WHERE size=?", (no_text, newest)
+            )
+        else:
+            sql.execute("INSERT INTO checkpoints VALUES (1, CAST(? AS TEXT), 1.0)", (no_text,))
+    name = f"of {past.sizes[-1] if where == 'newest' else 1} entries, in the catalog"
+    assert places(verify(tampered)) == {f"checkpoint {name}"}
+    outside = no_text.decode("utf-8", "surrogateescape")
+    assert "checkpoint kept elsewhere" in places(verify(tampered, outside))
+    with tampered.open() as vault:
+        vault.accept_clock()
+        if where == "newest":
+            with pytest.raises(CatalogCorruptError):
+                vault.audit.checkpoint()
+            with pytest.raises(CatalogCorruptError):
+                vault.audit.prove(past.receipts[0])
+
+
 def test_a_checkpoint_under_another_size_is_found(past: Past, tampered: Home) -> None:
     with tampered.sql() as sql:
         sql.execute("UPDATE checkpoints SET size=size+100")
@@ -328,6 +355,50 @@ def test_an_altered_row_of_a_receipt_is_found(past: Past, tampered: Home, change
     with tampered.sql() as sql:
         alter(sql, change, ident)
     assert f"receipt {ident}" in places(verify(tampered))
+
+
+def signed(like: Receipt, entry: int, signer: Signer) -> Receipt:
+    """A receipt as the vault itself makes them."""
+    content = {**like.content, "id": "ab" * 16, "log": {**like.content["log"], "entry": entry}}
+    return Receipt(content, signer.sign(canonical(content).encode()), signer.public_key)
+
+
+def facts_of(receipt: Receipt, deletion: int) -> dict[str, Fact]:
+    said = {"receipt": receipt.receipt_id, "phase": receipt.phase, "sha256": receipt.digest}
+    return {**said, "deletion": deletion}
+
+
+@pytest.mark.parametrize("off", [0, 1])
+def test_a_receipt_of_another_deletion_than_its_entry_says_is_found(
+    past: Past, tampered: Home, off: int
+) -> None:
+    """In the vault and by its file alone. Such ones were signed once, when the vault took for a
+    deletion's first receipt what somebody had put in its place."""
+    number = past.receipts[0].content["deletion"]["number"]
+    with tampered.open() as vault:
+        signer = vault._ring.signer
+        stored = signed(past.receipts[0], vault.audit.size(), signer)
+
+        def issue(connection: Connection) -> None:
+            entry = log.append(connection, "receipt", 1.5, facts_of(stored, number + off))
+            receipts.add(
+                connection,
+                bytes.fromhex(stored.receipt_id),
+                deletion_no=number,
+                phase=stored.phase,
+                entry_no=entry,
+                document=stored.document,
+            )
+
+        vault.catalog.write(issue)
+        found = vault.audit.verify(())
+        alone = signed(past.receipts[0], 0, signer)
+        body = canonical({**facts_of(alone, number + off), "kind": "receipt", "at": 1.5})
+        root = merkle.root([merkle.leaf_hash(body.encode())])
+        note = sign_note(Checkpoint(past.key.name, 1, root), signer)
+    assert places(found) == ({f"receipt {stored.receipt_id}"} if off else set())
+    told = check_receipt(replace(alone, proof=Proof(0, body, 1, (), note)), past.key)
+    assert bool(told) == bool(off)
 
 
 def test_a_removed_receipt_is_found_and_which(past: Past, tampered: Home) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvvault.catalog.log import canonical
 from kvvault.vault import Vault
 from tests.cli.conftest import Place
 from tests.cli.support import TENANTS, Result, fill, run
@@ -199,6 +200,55 @@ def test_what_makes_no_sense(deleted: Place, tmp_path: Path) -> None:
         run("audit", "export", "-o", where, *deleted.flags), 1, "the file cannot be written"
     )
     assert run("audit", "verify", "--against", nonsense, *deleted.flags).code == 1
+
+
+def test_a_file_that_is_no_text_is_a_finding(deleted: Place, tmp_path: Path) -> None:
+    note, key, receipt = tmp_path / "note", tmp_path / "key", tmp_path / "receipt"
+    [first] = ids(deleted)
+    run("receipt", "show", first, "--format", "json", "-o", receipt, *deleted.flags)
+    run("audit", "checkpoint", "-o", note, *deleted.flags)
+    key.write_text(run("audit", "key", *deleted.flags).out)
+    assert run("audit", "verify", "--against", note, *deleted.flags).code == 0  # the control
+    assert run("receipt", "verify", receipt, "--key", key).code == 0
+    note.write_bytes(note.read_bytes().replace(b"\n\n", b"\n\xff\n\n"))
+    result = run("audit", "verify", "--against", note, *deleted.flags)
+    assert result.code == 1
+    assert f"FAIL checkpoint {note}" in result.out
+    key.write_bytes(key.read_bytes().replace(b"kvvault/", b"kvvault/\xff"))
+    assert_error(run("receipt", "verify", receipt, "--key", key), 2, "not a public key")
+
+
+def test_tail_keeps_its_columns_whatever_an_entry_says(deleted: Place) -> None:
+    """A long list is counted, and whole in JSON; one that no kvvault wrote is shown as well."""
+    catalog = sqlite3.connect(deleted.path / "catalog.sqlite3")
+    (size,) = catalog.execute("SELECT count(*) FROM log_entries").fetchone()
+    many = [f"{n:032x}" for n in range(600)]
+    entries = [
+        {"at": 1.5, "kind": "short", "said": many[:2]},
+        {"at": 1.5, "kind": "long", "said": many},
+        {"at": 1.5, "kind": "numbers", "said": [1, 2]},
+        {"at": 1.5, "kind": "text", "said": "x" * 40_000 + "end"},
+        {"at": 1.5, "kind": "nested", "said": {"a": [None]}},
+    ]
+    with catalog:
+        for n, entry in enumerate(entries):
+            catalog.execute("INSERT INTO log_entries VALUES (?, ?)", (size + n, canonical(entry)))
+    catalog.close()
+    result = run("audit", "tail", "-n", "6", *deleted.flags)
+    assert result.code == 0
+    header, first, short, long, numbers, text, nested = result.out.splitlines()
+    at = header.index("KIND")
+    kinds = ["receipt", "short", "long", "numbers", "text", "nested"]
+    lines = (first, short, long, numbers, text, nested)
+    assert [line[at:].split()[0] for line in lines] == kinds
+    facts = header.index("FACTS")
+    assert short[facts:] == f"said={many[0]},{many[1]}"
+    assert long[facts:] == "said=(600 items)"
+    assert numbers[facts:] == "said=1,2"
+    assert text[facts:] == f"said={'x' * 40_000}end"
+    assert nested[facts:].startswith("said={")
+    document = run("audit", "tail", *deleted.flags, "-n", "5", "--json").document
+    assert document["entries"][1]["facts"]["said"] == many
 
 
 def test_somebody_who_cannot_ask_for_the_key_cannot_verify(deleted: Place) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvvault.policy.document import Policy
+from kvvault.promptfacts import Condition
 from kvvault.prompting import request_key
 from kvvault.vault import Scope, Vault
 from tests.core.support import Home, contents, keys, namespace
@@ -108,6 +109,14 @@ def test_nothing_is_left_that_names_a_forgotten_tenant(home: Home) -> None:
         # The controls: ids are found while the tenant lives, names and fingerprints never.
         vault.catalog.empty_log()
         assert found(home, ids) == set(ids)
+        assert found(home, said | hidden) == set()
+        # Nor does an erasure by label leave the label's name, which is for good.
+        label = Condition(f"label.{NAMES['label']}", "=", NAMES["value"])
+        plan = vault.plan_erasure([label], tenant=NAMES["tenant"], numbers=[mine[0].number])
+        assert vault.erase(plan, actor="operator", reason="r").deletion_no is not None
+        [erased] = [one for one in vault.audit.tail(9) if one.facts.get("trigger") == "erase"]
+        assert erased.facts["by"] == ["label"]
+        vault.catalog.empty_log()
         assert found(home, said | hidden) == set()
         vault.forget(NAMES["tenant"])
         assert found(home, ids | said | hidden) == set()

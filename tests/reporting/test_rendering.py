@@ -7,6 +7,7 @@ import html.parser
 import io
 import json
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -198,6 +199,46 @@ def test_no_text_is_a_formula_for_a_spreadsheet(hostile: str) -> None:
     assert " ".join(hostile.split())[:3] in text or "\\" in text
     negative = blocks(render(report(-5, kind=Kind.COUNT), Format.CSV))
     assert negative["things"][0]["thing"] == "-5"
+
+
+@pytest.mark.parametrize("before", ["r1;", "r1; ", 'r1;"', "a;b;;", "r1;\t", "r1;'\" "])
+@pytest.mark.parametrize("formula", ["=cmd|'/c calc'!A1", "@SUM(1)", "+1", "-2", "\uff1dX()"])
+def test_no_part_of_a_text_is_a_formula_where_semicolons_separate(
+    before: str, formula: str
+) -> None:
+    """As in the spreadsheets of half of Europe."""
+    hostile = before + formula
+    text = render(report(hostile, note=hostile), Format.CSV)
+    for row in csv.reader(io.StringIO(text), delimiter=";"):
+        for cell in row:
+            assert not cell.lstrip("\"' ").startswith(tuple("=+-@\uff1d")) or cell.startswith("'")
+    assert "r1; a-b; c" in render(report("r1; a-b; c"), Format.CSV)  # the control
+
+
+LIVE = [
+    "https://evil.example/x",
+    "(HTTP://evil.example)",
+    "WWW.evil.example",
+    "somebody@evil.example",
+    "@all",
+    "$x^2$",
+    "mailto:a@b.example|www.x.example\\|`ftp://c`",
+]
+
+
+@pytest.mark.parametrize("live", LIVE)
+def test_no_text_comes_to_life_in_markdown(live: str) -> None:
+    """As GitHub and others make links, mentions and formulas of words; in code they do not."""
+    made = report(f"see {live} there", note=f"see {live} there")
+    text = render(made, Format.MARKDOWN)
+    outside = re.sub(r"(?<!\\)`[^`]*`", "", text)
+    assert not re.search(r"[@$]|://|www\.", outside, re.IGNORECASE)
+    assert live.split("|", maxsplit=1)[0].strip("()") in text  # the control: it is shown
+    assert text.count("\n") == render(report("see", note="see"), Format.MARKDOWN).count("\n")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    harmless = render(report("see", note="see"), Format.MARKDOWN)
+    expected = [line.count("|") for line in harmless.splitlines() if line.startswith("|")]
+    assert [re.sub(r"\\.", "", row).count("|") for row in rows] == expected
 
 
 @given(st.text())

@@ -25,6 +25,8 @@ __all__ = ["register"]
 
 _MAX_FILE: Final = 16 << 20
 _MAX_LOG: Final = 4 << 30
+_LONG: Final = 4
+"""So many items of a list stand in a table."""
 
 _OUT = Annotated[
     Path | None,
@@ -91,7 +93,7 @@ def tail(
             Cell(entry.kind),
             Cell(
                 " ".join(
-                    f"{name}={','.join(value) if isinstance(value, list) else value}"
+                    f"{name}={_fact(value)}"
                     for name, value in sorted(entry.facts.items())
                     if value is not None
                 )
@@ -101,6 +103,14 @@ def tail(
     ]
     run.output.table(["ENTRY", "AT", "KIND", "FACTS"], rows)
     return None
+
+
+def _fact(value: object) -> str:
+    """On a line; `--json` has long lists in full."""
+    if isinstance(value, list):
+        many = len(value) > _LONG
+        return f"({len(value)} items)" if many else ",".join(map(str, value))
+    return str(value)
 
 
 def _entry(entry: Entry) -> dict[str, object]:
