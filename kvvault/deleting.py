@@ -144,6 +144,8 @@ class DeletionReport:
     could not be written to others. Nothing that was revoked is served; a job tries again."""
     deletion_no: int | None = None
     """Its number in the catalog; None when nothing went."""
+    held_blocks: int = 0
+    """Of single blocks: what would have gone, but for a hold on a prompt that has them, too."""
 
     def __add__(self, later: DeletionReport) -> DeletionReport:
         return DeletionReport(
@@ -155,6 +157,7 @@ class DeletionReport:
             later.revoked_at,
             later.waiting_segments,
             later.deletion_no if self.deletion_no is None else self.deletion_no,
+            max(self.held_blocks, later.held_blocks),
         )
 
 
@@ -303,9 +306,7 @@ class Eraser:
             StorageError, CatalogError.
         """
         ids = [facts.segment_id for facts in plan.segments]
-        now = self._time.steady()
-
-        scope = self.scope(plan)
+        now, scope = self._time.steady(), self.scope(plan)
 
         def revoke(connection: Connection) -> retention.Revoked:
             if unless is not None and unless(connection):
@@ -403,10 +404,10 @@ class Eraser:
                 prompts=particulars.prompts,
                 engine=particulars.engine,
                 kept=replace(
-                    particulars.kept,
+                    kept := particulars.kept,
                     held_segments=done.held + len(plan.held),
-                    held_blocks=sum(facts.blocks for facts in plan.held),
-                    held_bytes=sum(facts.data_bytes for facts in plan.held),
+                    held_blocks=kept.held_blocks + sum(facts.blocks for facts in plan.held),
+                    held_bytes=kept.held_bytes + sum(facts.data_bytes for facts in plan.held),
                 ),
             ),
         )

@@ -175,6 +175,7 @@ class BlockEraser:
             done.held + len(decision.plan.held),
             now,
             deletion_no=done.deletion_no,
+            held_blocks=decision.particulars.kept.held_blocks,
         )
 
     def _ask(

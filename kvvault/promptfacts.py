@@ -221,6 +221,12 @@ class State:
         """Which blocks a prompt has that is not gone."""
         return self.sharing.used_by(self.sharing.alive)
 
+    def used_by(self, chosen: Mask) -> Mask:
+        """Which blocks these prompts have (a mask over the table)."""
+        sources = np.zeros(len(self.sharing.numbers), np.bool_)
+        sources[self.at[chosen]] = True
+        return self.sharing.used_by(sources)
+
     def segments_of(self, where: I64) -> dict[int, list[int]]:
         """In which segments prompts (positions in `sharing`) have blocks."""
         pairs = self.sharing.pairs_of(np.unique(where))

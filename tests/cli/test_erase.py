@@ -111,6 +111,33 @@ def test_what_a_hold_keeps(filled: Place) -> None:
     assert set(left(filled)) == {"r3"}
 
 
+def test_what_a_hold_keeps_of_the_shared_part(filled: Place) -> None:
+    """`--include-shared` takes nothing from a prompt that is held: said, with the exit code."""
+    joe = ("--tenant", TENANTS[0], "--subject", "joe")
+    assert run("hold", "set", *joe, "--reason", "a case", *filled.flags).code == 0
+    line = ("erase", "--subject", "jane", "--include-shared", *WHY, *filled.flags)
+    plan = run(*line, "--dry-run")
+    assert "taken from" not in plan.out
+    assert "stays, because a hold keeps a prompt that shares it: 2 blocks" in plan.out
+    done = run(*line, "--yes", "--json")
+    assert done.code == 3
+    document = done.document
+    assert document["taken"] == {"blocks": 0, "bytes": 0, "prompts": 0}
+    assert document["held"] == {"prompts": 0, "segments": 0, "blocks": 2}
+    assert left(filled) == {"r2": 4, "r3": 3}
+    shown = run("receipt", "show", document["receipt"], *filled.flags).out
+    assert "nothing stayed" not in shown
+    assert run("hold", "clear", "1", "--reason", "over", "--yes", *filled.flags).code == 0
+    again = run("erase", *joe, "--include-shared", *WHY, "--yes", *filled.flags)
+    assert (again.code, "stays" in again.out) == (0, False)
+
+
+def test_from_whom_shared_blocks_are_taken(filled: Place) -> None:
+    line = ("erase", "--subject", "jane", "--include-shared", *WHY, "--yes", *filled.flags)
+    done = run(*line)
+    assert (done.code, "taken from 1 other prompt, too: 2 blocks" in done.out) == (0, True)
+
+
 @pytest.mark.parametrize(
     "options",
     [

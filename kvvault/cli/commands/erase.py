@@ -176,7 +176,8 @@ def erase(
         bool,
         typer.Option(
             "--include-shared",
-            help="Also blocks that other prompts share (they hold only what is common to them).",
+            help="Also blocks that other prompts share (they hold only what is common to them), "
+            "but for prompts that a hold keeps.",
         ),
     ] = False,
     engine: Annotated[
@@ -351,7 +352,8 @@ class _Shown:
         if self.run.output.json:
             self.run.output.document({**self._document(), "dry_run": True})
             return None
-        self.run.output.lines(f"would erase {_counted(self.plan)}", *_stays(self.plan))
+        stays = _stays(self.plan, self.plan.held_blocks)
+        self.run.output.lines(f"would erase {_counted(self.plan)}", *stays)
         if self.plan.numbers:
             self.run.output.lines(claim(self.info))
         if self._more_than_half:
@@ -387,6 +389,7 @@ class _Shown:
                 {
                     **self._document(),
                     "dry_run": False,
+                    "held": self._held(report.held_blocks),
                     "erased": {"blocks": report.blocks, "bytes": report.data_bytes},
                     "revoked_at": iso_time(report.revoked_at),
                     "waiting_segments": report.waiting_segments,
@@ -398,7 +401,7 @@ class _Shown:
             self.run.output.lines(
                 f"erased {plural(len(plan.numbers), 'prompt')}: {plural(report.blocks, 'block')}, "
                 f"{human_bytes(report.data_bytes)}",
-                *_stays(plan),
+                *_stays(plan, report.held_blocks),
                 *told(copies),
                 claim(self.info),
             )
@@ -410,8 +413,8 @@ class _Shown:
             if receipt is not None:
                 self.run.output.lines(f"receipt {receipt}")
         self._notes()
-        partial = plan.held_prompts or report.held_segments or report.waiting_segments
-        return PARTIAL if partial or missed(copies) else None
+        held = plan.held_prompts or report.held_segments or report.held_blocks
+        return PARTIAL if held or report.waiting_segments or missed(copies) else None
 
     @property
     def _more_than_half(self) -> bool:
@@ -438,12 +441,21 @@ class _Shown:
                 "bytes": plan.shared_bytes,
                 "prompts": plan.shared_prompts,
             },
-            "held": {"prompts": plan.held_prompts, "segments": len(plan.deletion.held)},
+            "taken": {
+                "blocks": plan.taken_blocks,
+                "bytes": plan.taken_bytes,
+                "prompts": plan.taken_prompts,
+            },
+            "held": self._held(plan.held_blocks),
             "later_prompts": self.later,
             "more_than_half": self._more_than_half,
             "assurance": self.info.assurance.value,
             "claim": claim(self.info),
         }
+
+    def _held(self, blocks: int) -> dict[str, int]:
+        segments = len(self.plan.deletion.held)
+        return {"prompts": self.plan.held_prompts, "segments": segments, "blocks": blocks}
 
 
 def _less(asked: ErasurePlan, now: ErasurePlan) -> str | None:
@@ -462,15 +474,21 @@ def _counted(plan: ErasurePlan) -> str:
     return f"{prompts} ({blocks}, {human_bytes(plan.data_bytes)})"
 
 
-def _stays(plan: ErasurePlan) -> list[str]:
+def _stays(plan: ErasurePlan, held_blocks: int) -> list[str]:
     lines = []
-    others = plural(plan.shared_prompts, "other prompt")
-    if plan.shared_blocks and plan.include_shared:
-        lines.append(f"taken from {others}, too: blocks that they share")
-    elif plan.shared_blocks:
+    if plan.taken_blocks:
         lines.append(
-            f"stays, shared with {others}: {plural(plan.shared_blocks, 'block')}, "
-            f"{human_bytes(plan.shared_bytes)}"
+            f"taken from {plural(plan.taken_prompts, 'other prompt')}, too: "
+            f"{plural(plan.taken_blocks, 'block')} that they share"
+        )
+    elif plan.shared_blocks and not plan.include_shared:
+        lines.append(
+            f"stays, shared with {plural(plan.shared_prompts, 'other prompt')}: "
+            f"{plural(plan.shared_blocks, 'block')}, {human_bytes(plan.shared_bytes)}"
+        )
+    if held_blocks:
+        lines.append(
+            f"stays, because a hold keeps a prompt that shares it: {plural(held_blocks, 'block')}"
         )
     if plan.held_prompts:
         lines.append(f"stays, because a hold keeps it: {plural(plan.held_prompts, 'prompt')}")
