@@ -105,14 +105,14 @@ class DeletionPlan:
         """How many would go."""
         if self.targets:
             return sum(len(one.slots) for one in self.chosen)
-        return sum(facts.blocks for facts in self.segments)
+        return sum(facts.live_blocks for facts in self.segments)
 
     @property
     def data_bytes(self) -> int:
         if self.targets:
             sizes = {facts.segment_id: facts.block_bytes for facts in self.segments}
             return sum(len(one.slots) * sizes[one.segment_id] for one in self.chosen)
-        return sum(facts.data_bytes for facts in self.segments)
+        return sum(facts.live_bytes for facts in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class Eraser:
         parts = retention.live_among(
             connection, list(kept.keys() - {facts.segment_id for facts in plan.held})
         )
-        some = (replace(one.facts, blocks=kept[one.facts.segment_id]) for one in parts)
+        some = (replace(one.facts, blocks=kept[one.facts.segment_id], revoked=0) for one in parts)
         return replace(plan, held=(*plan.held, *some))
 
     def plan_places(
@@ -328,9 +328,8 @@ class Eraser:
                     compacting=plan.trigger is Trigger.COMPACT,
                     about=scope,
                 )
-            self.certify(
-                connection, plan, done, Particulars(scope), now=now, actor=actor, reason=reason
-            )
+            said = Particulars(scope)
+            self.certify(connection, plan, done, said, now=now, actor=actor, reason=reason)
             return done
 
         if not ids and plan.tenant_id is None:
@@ -406,8 +405,8 @@ class Eraser:
                 kept=replace(
                     kept := particulars.kept,
                     held_segments=done.held + len(plan.held),
-                    held_blocks=kept.held_blocks + sum(facts.blocks for facts in plan.held),
-                    held_bytes=kept.held_bytes + sum(facts.data_bytes for facts in plan.held),
+                    held_blocks=kept.held_blocks + sum(one.live_blocks for one in plan.held),
+                    held_bytes=kept.held_bytes + sum(one.live_bytes for one in plan.held),
                 ),
             ),
         )

@@ -250,12 +250,14 @@ class Evictor:
 
         done = self._eraser.execute(plan, actor="kvvault", reason=reason, unless=note)
         again = 0
+        # What its file took, erased blocks too: not what the deletion says went.
+        freed = row.facts.data_bytes if done.segments else 0
         if done.segments and saved is not None:
             saved = saved.without(revoked)  # erased since they were read
             again = self._rewriter.write(row, saved) * row.facts.block_bytes
         return EvictionReport(
             report.segments + done.segments,
-            report.freed_bytes + done.data_bytes - again,
+            report.freed_bytes + freed - again,
             report.readmitted_bytes + again,
             report.missing_bytes,
         )

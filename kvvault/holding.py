@@ -265,8 +265,8 @@ class Holder:
             cleared_by=row.cleared_by,
             cleared_reason=row.cleared_reason,
             segment_ids=frozenset(facts.segment_id for facts in kept),
-            blocks=sum(facts.blocks for facts in kept),
-            data_bytes=sum(facts.data_bytes for facts in kept),
+            blocks=sum(facts.live_blocks for facts in kept),
+            data_bytes=sum(facts.live_bytes for facts in kept),
         )
 
     def _name(self, tenant_id: bytes) -> str | None:

@@ -133,7 +133,7 @@ def hold_clear(
             for facts in vault.plan_expired().held
             if facts.segment_id in hold.segment_ids - others
         ]
-    size = sum(facts.data_bytes for facts in due)
+    size = sum(facts.live_bytes for facts in due)
     if dry_run:
         _cleared(run, hold, len(due), size, dry_run=True)
         return None

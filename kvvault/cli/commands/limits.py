@@ -39,7 +39,7 @@ MORE_THAN_HALF = Annotated[
 
 def live_bytes(vault: Vault) -> int:
     """Of the whole vault."""
-    return sum(facts.data_bytes for facts in vault.segments() if facts.state.live)
+    return sum(facts.live_bytes for facts in vault.segments() if facts.state.live)
 
 
 def is_more_than_half(plan: DeletionPlan, of_bytes: int) -> bool:
