@@ -147,6 +147,8 @@ def test_from_whom_shared_blocks_are_taken(filled: Place) -> None:
         ("--prompt", "zz"),
         ("--subject", "joe", "--tenant", "nobody"),
         ("--subject", "joe", "--engine", "ftp://127.0.0.1/"),
+        ("--subject", "joe", "--engine", "https://a..b"),
+        ("--tenant", TENANTS[0], "--more-than-half", "--engine", "https://a..b"),
         ("--text-file", "/nowhere", "--tenant", TENANTS[0]),
         ("--subject", "jo\udcff"),
         ("--request", "jo\udcff"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvvault.audit.receipts import parse
+from kvvault.audit.receipts import EngineCopy, parse
 from kvvault.errors import HeldError
 from kvvault.model import Outcome
 from kvvault.promptfacts import Condition
@@ -101,6 +101,25 @@ class TestOneSubject:
         assert (report.blocks, report.deletion_no is not None) == (0, True)
         assert_hits(vault, scope, path(1, 2, 3))
         assert [p.subject for p in vault.prompts.listing()[0]] == ["anna"]
+
+    def test_when_the_engine_cannot_be_asked_the_rest_is_done(
+        self, vault: Vault, scope: Scope
+    ) -> None:
+        """Whatever that raises: keys that were to go are gone before it is told."""
+        send(vault, scope, [1, 2], "anna")
+        send(vault, scope, [7, 8], "bert")
+        before = {f.segment_id for f in vault.segments() if f.state.live}
+
+        def engine() -> Sequence[EngineCopy]:
+            raise UnicodeError("label empty or too long")
+
+        plan = vault.plan_erasure(of("anna"), tenant="alice")
+        with pytest.raises(UnicodeError):
+            vault.erase(plan, actor="operator", reason="art. 17", engine=engine)
+        assert query(vault, "SELECT count(*) FROM revoked_blocks") == [(0,)]
+        assert not before & {f.segment_id for f in vault.segments() if f.state.live}
+        assert_missing(vault, scope, path(1, 2))
+        assert_hits(vault, scope, path(7, 8))
 
     def test_nobody_of_that_name(self, vault: Vault, scope: Scope) -> None:
         send(vault, scope, [1, 2, 3], "anna")
