@@ -25,6 +25,7 @@ from kvvault.catalog.receipts import DeletionRow
 from kvvault.catalog.reporting import EntryRow, IssuedRow, facts_of
 from kvvault.errors import FormatError, UsageError
 from kvvault.holding import Hold, HoldKind
+from kvvault.naming import subject_key
 from kvvault.promptfacts import Condition, PromptFacts
 from kvvault.reporting.disposals import deletions_table
 from kvvault.reporting.document import Answer, Column, Kind, Report, ReportKind, Table
@@ -63,7 +64,7 @@ def report(source: Source, *, tenant: str, subject: str) -> Report:
             "the vault has no such tenant, or has forgotten it with all that could be asked for",
             hint="see `kvvault ls tenants`",
         )
-    text_id = keys.keyed_id("subject", subject.encode())
+    text_id = subject_key(keys, subject)
     keyed = keys.log_id("subject", text_id)
     prompts, _ = vault.prompts.listing(
         [Condition("subject", "=", subject)], tenant=tenant, sort="first_used", descending=False
