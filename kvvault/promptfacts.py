@@ -156,6 +156,16 @@ class SubjectFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Together:
+    """What several prompts have, each block counted once."""
+
+    alone_bytes: int
+    """What no prompt besides them has."""
+    shared_bytes: int
+    """What others have, too."""
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """What one group takes."""
 

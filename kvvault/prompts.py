@@ -37,6 +37,7 @@ from kvvault.promptfacts import (
     PromptFacts,
     State,
     SubjectFacts,
+    Together,
     Usage,
     age_group,
     having_prefix,
@@ -267,6 +268,19 @@ class Prompts:
         mine[block] = True
         sharing = int(np.count_nonzero(state.having(state.copies_of(mine))[0] & state.present)) - 1
         return Detail(facts, tuple(parts), sharing)
+
+    def together(
+        self, conditions: Iterable[Condition] = (), *, tenant: str | None = None
+    ) -> Together:
+        """What the prompts have that meet all conditions, and what of it others have.
+
+        Raises: as `load` and `matching`.
+        """
+        state = self.load(tenant=tenant, with_ids=True)
+        numbers = state.snapshot.prompts.number[self.matching(state, conditions)]
+        fate = state.sharing.erasure(numbers, state.snapshot.blocks.ids)
+        sizes = state.segments.block_bytes[state.snapshot.blocks.segment]
+        return Together(int(sizes[fate.private].sum()), int(sizes[fate.shared].sum()))
 
     def subjects(self, *, tenant: str | None = None) -> list[SubjectFacts]:
         """Every subject with prompts in the inventory, by tenant and the keyed id.
