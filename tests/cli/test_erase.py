@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from kvvault.cli.output import Output
 from kvvault.promptfacts import Condition
 from kvvault.vault import Vault
 from tests.cli.conftest import Place
-from tests.cli.support import BLOCK, NAMESPACE, TENANTS, run
+from tests.cli.support import BLOCK, NAMESPACE, TENANTS, finish, run, start
 
 WHY = ("--reason", "art. 17, request 4")
 
@@ -362,3 +363,90 @@ def test_what_a_script_left_out_does_not_erase_a_tenant(
     assert left(filled) == before
     assert run("erase", *whole).code == 0  # the control: this is all of the tenant
     assert left(filled) == {"r3": 3}
+
+
+def command_lines() -> str:
+    """Of all processes there are now."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            found.append(path.read_bytes().replace(b"\0", b" "))
+    return b"\n".join(found).decode(errors="replace")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [("erase", *WHY, "--dry-run"), ("hold", "set", *WHY), ("report", "subject")]
+)
+def test_a_subject_from_a_file_stands_in_no_command_line(
+    filled: Place, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    name = f"canary-{secrets.token_hex(8)}"
+    file = tmp_path / "whose"
+    file.write_text(f"{name}\n")
+    for option, seen in ((("--subject-file", str(file)), False), (("--subject", name), True)):
+        process = start(*command, "--tenant", TENANTS[0], *option, *filled.flags)
+        lines = ""
+        while process.poll() is None:
+            lines += command_lines()
+        assert finish(process).code == 0
+        assert str(filled.path) in lines
+        assert (name in lines) is seen
+
+
+def test_a_subject_from_a_file(filled: Place, tmp_path: Path) -> None:
+    """The whole file less the end of its line, here as on the command line."""
+    file = tmp_path / "whose"
+    whose: tuple[str | Path, ...] = ("--tenant", TENANTS[0], "--subject-file")
+    for text in ("joe", "joe\n"):
+        file.write_text(text)
+        plan = run("erase", *whose, file, *WHY, "--dry-run", "--json", *filled.flags)
+        assert (plan.code, len(plan.document["prompts"])) == (0, 1)
+    read = run("report", "subject", *whose, "-", "--json", *filled.flags, stdin="joe\n")
+    answers = {one["name"]: one["value"] for one in read.document["answers"]}
+    assert (answers["subject"], answers["prompts"]) == ("joe", 1)
+    assert run("hold", "set", *whose, "-", *WHY, *filled.flags, stdin="joe").code == 0
+    line: tuple[str | Path, ...] = ("erase", "--subject-file", file, *WHY, "--yes", *filled.flags)
+    assert run(*line).code == 3  # held
+    assert run("hold", "clear", "1", *WHY, "--yes", *filled.flags).code == 0
+    assert run(*line).code == 0
+    assert set(left(filled)) == {"r1", "r3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "code"),
+    [
+        (b"", (), 2),
+        (b"\n", (), 2),
+        (b"joe\njane\n", (), 2),
+        (b"joe\r\n", (), 2),
+        (b"jo\xff", (), 2),
+        (b"joe" * 2000, (), 2),
+        (b"joe", ("--subject", "joe"), 2),
+        (None, (), 1),
+    ],
+)
+def test_a_file_that_is_no_subject(
+    filled: Place, tmp_path: Path, text: bytes | None, more: tuple[str, ...], code: int
+) -> None:
+    """Nothing is done, and nobody is named."""
+    file = tmp_path / "whose"
+    if text is not None:
+        file.write_bytes(text)
+    whose: tuple[str | Path, ...] = ("--tenant", TENANTS[0], "--subject-file", file, *more)
+    lines = (("erase", *WHY, "--yes", "--more-than-half"), ("hold", "set", *WHY))
+    for command in (*lines, ("report", "subject")):
+        result = run(*command, *whose, *filled.flags)
+        assert result.code == code, command
+        result.assert_two_lines()
+        assert "joe" not in result.err
+        assert "unexpected" not in result.err
+    assert set(left(filled)) == {"r1", "r2", "r3"}
+    assert run("hold", "ls", "--json", *filled.flags).document == {"holds": []}
+
+
+def test_stdin_is_read_once(filled: Place) -> None:
+    two = ("--text-file", "-", "--subject-file", "-", "--tenant", TENANTS[0], "--model", "tiny")
+    result = run("erase", *two, *WHY, "--yes", *filled.flags, stdin="joe")
+    assert result.code == 2
+    assert "stdin" in result.err

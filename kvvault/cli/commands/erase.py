@@ -21,15 +21,18 @@ from kvvault.cli.commands.deleting import (
     open_to_plan,
 )
 from kvvault.cli.commands.finding import (
+    SUBJECT_FILE,
     Found,
     TextQuestion,
     find_text,
     question_of,
     refusals_noted,
+    subject_of,
 )
 from kvvault.cli.commands.limits import (
     MORE_THAN_HALF,
     PARTIAL,
+    AskingEngine,
     copies_document,
     is_more_than_half,
     live_bytes,
@@ -125,6 +128,7 @@ def erase(
     subject: Annotated[
         str | None, typer.Option("--subject", metavar="NAME", help="All prompts of a subject.")
     ] = None,
+    subject_file: SUBJECT_FILE = None,
     tenant: Annotated[
         str | None,
         typer.Option(
@@ -205,6 +209,7 @@ def erase(
         from kvvault.integrations.reset import check_url
 
         check_url(engine)
+    subject = subject_of(subject, subject_file, text_file, salt_file)
     conditions = _conditions(request, subject, labels, older_than)
     text = None
     if text_file is not None:
@@ -240,7 +245,7 @@ def erase(
                 hint="give --prompt, --request, --subject, --label, --older-than, --text-file or "
                 "--tenant",
             )
-        asking = None if engine is None else _asking(engine)
+        asking = None if engine is None else AskingEngine(engine)
         return forget_tenant(run, tenant, reason, who, more_than_half, dry_run, yes, asking)
     choice = _Choice(tenant, prompts or (), conditions, text)
     with open_to_plan(run) as vault:
@@ -265,7 +270,7 @@ def erase(
         refuse_mass_deletion(now.deletion, shown.live_bytes, allowed=more_than_half)
         if not now.numbers:
             return shown.nothing()
-        asking = None if engine is None else _asking(engine)
+        asking = None if engine is None else AskingEngine(engine)
         report = vault.erase(now, actor=who, reason=reason, engine=asking)
         # The newest: it is issued again with what an engine said.
         of_it = [one for one in vault.audit.receipts() if one.deletion_no == report.deletion_no]
@@ -312,25 +317,6 @@ def _conditions(
                 hint=str(error).partition("; ")[2],
             ) from None
     return found
-
-
-class _asking:  # noqa: N801 - a function with a memory
-    """Asks an engine, once, and remembers what it said."""
-
-    def __init__(self, url: str) -> None:
-        self.copies: Sequence[EngineCopy] = ()
-        self._url = url
-
-    def __call__(self) -> Sequence[EngineCopy]:
-        from kvvault.audit.receipts import EngineCopy
-        from kvvault.integrations.reset import CopyState, reset_engine
-
-        done = reset_engine(self._url)
-        self.copies = [
-            EngineCopy(copy.value, state is CopyState.REACHED, state.value)
-            for copy, state in done.copies.items()
-        ]
-        return self.copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MORE_THAN_HALF",
     "PARTIAL",
+    "AskingEngine",
     "copies_document",
     "is_more_than_half",
     "live_bytes",
@@ -35,6 +36,25 @@ MORE_THAN_HALF = Annotated[
         "--more-than-half", help="Go on although more than half of the vault's bytes would go."
     ),
 ]
+
+
+class AskingEngine:
+    """Asks an engine to drop its copies when it is called, and remembers what it said."""
+
+    def __init__(self, url: str) -> None:
+        self.copies: Sequence[EngineCopy] = ()
+        self._url = url
+
+    def __call__(self) -> Sequence[EngineCopy]:
+        from kvvault.audit.receipts import EngineCopy
+        from kvvault.integrations.reset import CopyState, reset_engine
+
+        done = reset_engine(self._url)
+        self.copies = [
+            EngineCopy(copy.value, state is CopyState.REACHED, state.value)
+            for copy, state in done.copies.items()
+        ]
+        return self.copies
 
 
 def live_bytes(vault: Vault) -> int:
