@@ -99,7 +99,7 @@ class PolicyDiff:
 
 def _sum(segments: Iterable[SegmentFacts]) -> Sum:
     every = list(segments)
-    return Sum(len(every), sum(f.blocks for f in every), sum(f.data_bytes for f in every))
+    return Sum(len(every), sum(f.live_blocks for f in every), sum(f.live_bytes for f in every))
 
 
 class Applier:

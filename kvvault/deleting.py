@@ -105,14 +105,14 @@ class DeletionPlan:
         """How many would go."""
         if self.targets:
             return sum(len(one.slots) for one in self.chosen)
-        return sum(facts.blocks for facts in self.segments)
+        return sum(facts.live_blocks for facts in self.segments)
 
     @property
     def data_bytes(self) -> int:
         if self.targets:
             sizes = {facts.segment_id: facts.block_bytes for facts in self.segments}
             return sum(len(one.slots) * sizes[one.segment_id] for one in self.chosen)
-        return sum(facts.data_bytes for facts in self.segments)
+        return sum(facts.live_bytes for facts in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,8 @@ class DeletionReport:
     could not be written to others. Nothing that was revoked is served; a job tries again."""
     deletion_no: int | None = None
     """Its number in the catalog; None when nothing went."""
+    held_blocks: int = 0
+    """Of single blocks: what would have gone, but for a hold on a prompt that has them, too."""
 
     def __add__(self, later: DeletionReport) -> DeletionReport:
         return DeletionReport(
@@ -155,6 +157,7 @@ class DeletionReport:
             later.revoked_at,
             later.waiting_segments,
             later.deletion_no if self.deletion_no is None else self.deletion_no,
+            max(self.held_blocks, later.held_blocks),
         )
 
 
@@ -242,7 +245,7 @@ class Eraser:
         parts = retention.live_among(
             connection, list(kept.keys() - {facts.segment_id for facts in plan.held})
         )
-        some = (replace(one.facts, blocks=kept[one.facts.segment_id]) for one in parts)
+        some = (replace(one.facts, blocks=kept[one.facts.segment_id], revoked=0) for one in parts)
         return replace(plan, held=(*plan.held, *some))
 
     def plan_places(
@@ -303,9 +306,7 @@ class Eraser:
             StorageError, CatalogError.
         """
         ids = [facts.segment_id for facts in plan.segments]
-        now = self._time.steady()
-
-        scope = self.scope(plan)
+        now, scope = self._time.steady(), self.scope(plan)
 
         def revoke(connection: Connection) -> retention.Revoked:
             if unless is not None and unless(connection):
@@ -327,9 +328,8 @@ class Eraser:
                     compacting=plan.trigger is Trigger.COMPACT,
                     about=scope,
                 )
-            self.certify(
-                connection, plan, done, Particulars(scope), now=now, actor=actor, reason=reason
-            )
+            said = Particulars(scope)
+            self.certify(connection, plan, done, said, now=now, actor=actor, reason=reason)
             return done
 
         if not ids and plan.tenant_id is None:
@@ -403,10 +403,10 @@ class Eraser:
                 prompts=particulars.prompts,
                 engine=particulars.engine,
                 kept=replace(
-                    particulars.kept,
+                    kept := particulars.kept,
                     held_segments=done.held + len(plan.held),
-                    held_blocks=sum(facts.blocks for facts in plan.held),
-                    held_bytes=sum(facts.data_bytes for facts in plan.held),
+                    held_blocks=kept.held_blocks + sum(one.live_blocks for one in plan.held),
+                    held_bytes=kept.held_bytes + sum(one.live_bytes for one in plan.held),
                 ),
             ),
         )

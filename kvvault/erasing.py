@@ -88,7 +88,7 @@ class BlockEraser:
     ) -> DeletionReport:
         """Delete single blocks. When it returns, none of them that no hold keeps is served by any
         process. `engine` is called when nothing is served any more, and the receipt is issued once
-        more with what it says.
+        more with what it says. Whatever it raises comes when the rest is done.
 
         Raises:
             VaultLockedError: a stopped process is in the middle of publishing a load, or of copying
@@ -97,9 +97,18 @@ class BlockEraser:
             KvvaultError: whatever `decide` raises; then nothing happened.
         """
         first, report = self._revoke(decide, actor, reason)
+        try:
+            if engine is not None:
+                self._ask(engine, first, report, actor, reason)
+        finally:
+            report = self._finish(decide, first, report, actor, reason)
+        return report
+
+    def _finish(
+        self, decide: Decide, first: Decision, report: DeletionReport, actor: str, reason: str
+    ) -> DeletionReport:
+        """After the first revocation: revoke what has come back, and compact."""
         touched = {facts.segment_id for facts in first.plan.segments}
-        if engine is not None:
-            self._ask(engine, first, report, actor, reason)
         with self._rewriter.alone():
             for _ in range(_ROUNDS):
                 # Looked at outside of the writing thread: as a rule nothing has come back.
@@ -175,6 +184,7 @@ class BlockEraser:
             done.held + len(decision.plan.held),
             now,
             deletion_no=done.deletion_no,
+            held_blocks=decision.particulars.kept.held_blocks,
         )
 
     def _ask(

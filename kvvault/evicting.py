@@ -296,7 +296,8 @@ class Evictor:
         if not done.segments:
             return EvictionReport()
         written = again()
-        return EvictionReport(1, done.data_bytes - written, written)
+        # What its file took, erased blocks too: not what the deletion says went.
+        return EvictionReport(1, row.facts.data_bytes - written, written)
 
 
 def _has_to_stay(facts: SegmentFacts, now: float) -> bool:

@@ -22,6 +22,7 @@ from kvvault.catalog.rows import TenantRow
 from kvvault.errors import CatalogCorruptError, KvvaultError, UsageError
 from kvvault.keyring import KeyRing
 from kvvault.model import SegmentFacts
+from kvvault.naming import subject_key
 from kvvault.scope import check_name
 from kvvault.tenants import find_tenant, unknown_tenant
 
@@ -117,7 +118,7 @@ class Holder:
             case (str(), str(), None, None):
                 row = self._tenant(tenant)
                 kind, keys, whose = HoldKind.SUBJECT, self._ring.tenant(row), row.tenant_id
-                target = keys.keyed_id("subject", encoded("subject", subject))
+                target = subject_key(keys, subject)
                 check_name(subject, "subject")
                 known_as = keys.log_id("subject", target)
             case (None, None, bytes(), None):
@@ -265,8 +266,8 @@ class Holder:
             cleared_by=row.cleared_by,
             cleared_reason=row.cleared_reason,
             segment_ids=frozenset(facts.segment_id for facts in kept),
-            blocks=sum(facts.blocks for facts in kept),
-            data_bytes=sum(facts.data_bytes for facts in kept),
+            blocks=sum(facts.live_blocks for facts in kept),
+            data_bytes=sum(facts.live_bytes for facts in kept),
         )
 
     def _name(self, tenant_id: bytes) -> str | None:
@@ -288,21 +289,6 @@ def check_text(what: str, text: str) -> None:
             f"that is not a usable {what}",
             hint=f"write 1 to {_MAX_TEXT} printable characters, on one line",
         )
-
-
-def encoded(what: str, text: str) -> bytes:
-    """A name as it is looked up.
-
-    Raises:
-        UsageError: it has bytes that are no text (a command line may), so nothing is called so.
-            Does not repeat it.
-    """
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise UsageError(
-            f"that {what} is no text in UTF-8", hint="write it as it was given to the engine"
-        ) from None
 
 
 def _check_number(number: int) -> None:

@@ -203,10 +203,23 @@ class SegmentFacts:
     hits: int = 0
     """Blocks of it that were loaded, as far as engines have reported it."""
     last_used: float | None = None
+    revoked: int = 0
+    """Blocks of it that an erasure revoked one by one: in the file until it is compacted, but gone,
+    and counted then."""
 
     @property
     def data_bytes(self) -> int:
+        """In its file."""
         return self.blocks * self.block_bytes
+
+    @property
+    def live_blocks(self) -> int:
+        """What goes when the segment goes: without what went before."""
+        return max(0, self.blocks - self.revoked)
+
+    @property
+    def live_bytes(self) -> int:
+        return self.live_blocks * self.block_bytes
 
     @property
     def deadline(self) -> float:

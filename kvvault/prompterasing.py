@@ -45,10 +45,16 @@ class ErasurePlan:
     deletion: DeletionPlan
     """Their blocks."""
     shared_blocks: int
-    """Blocks of theirs that others share: they stay, or with `include_shared` go."""
+    """Blocks of theirs that others share: they stay, or with `include_shared` go, but for what a
+    hold keeps."""
     shared_bytes: int
     shared_prompts: int
     """How many others these are."""
+    taken_blocks: int
+    """Of the shared ones, what goes."""
+    taken_bytes: int
+    taken_prompts: int
+    """How many others lose something."""
     held_prompts: int
     """What was meant, too, but a hold keeps it."""
     include_shared: bool
@@ -67,10 +73,19 @@ class ErasurePlan:
         return self.deletion.data_bytes
 
     @property
+    def held_blocks(self) -> int:
+        """Shared blocks that would go, too, but that a prompt has which a hold keeps."""
+        return self.shared_blocks - self.taken_blocks if self.include_shared else 0
+
+    @property
     def kept(self) -> Kept:
         """As the receipt says it; what whole segments holds keep is added there."""
         if self.include_shared:
-            return Kept(held_prompts=self.held_prompts)
+            return Kept(
+                held_prompts=self.held_prompts,
+                held_blocks=self.held_blocks,
+                held_bytes=self.shared_bytes - self.taken_bytes,
+            )
         return Kept(
             shared_prompts=self.shared_prompts,
             shared_blocks=self.shared_blocks,
@@ -222,7 +237,7 @@ class PromptEraser:
             if not stuck.any():
                 break
             chosen = chosen & ~stuck
-        others = state.present & ~chosen & state.having(shared)[0]
+        others, taken = state.present & ~chosen, shared & goes
         sizes = state.segments.block_bytes[blocks.segment]
         return ErasurePlan(
             numbers=tuple(int(number) for number in table.number[chosen]),
@@ -230,7 +245,10 @@ class PromptEraser:
             deletion=self._deletion(connection, state, goes),
             shared_blocks=int(np.count_nonzero(shared)),
             shared_bytes=int(sizes[shared].sum()),
-            shared_prompts=int(np.count_nonzero(others)),
+            shared_prompts=int(np.count_nonzero(others & state.having(shared)[0])),
+            taken_blocks=int(np.count_nonzero(taken)),
+            taken_bytes=int(sizes[taken].sum()),
+            taken_prompts=int(np.count_nonzero(others & state.having(taken)[0])),
             held_prompts=int(np.count_nonzero(meant & ~chosen)),
             include_shared=include_shared,
             tenant_id=tenant_id,
@@ -337,9 +355,9 @@ def _fate(state: State, chosen: Mask, held: Mask, *, include_shared: bool) -> tu
     fate = state.sharing.erasure(table.number[chosen], ids)
     if not include_shared:
         return fate.private, fate.shared
-    kept = state.sharing.erasure(table.number[held], ids)
-    everything = fate.private | fate.shared
-    return everything & ~(kept.private | kept.shared), fate.shared
+    # A copy of what stays would go in vain.
+    kept = state.copies_of(state.used_by(held))
+    return (fate.private | fate.shared) & ~kept, fate.shared
 
 
 def _held_whole(connection: Connection, state: State) -> Mask:

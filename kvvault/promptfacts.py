@@ -156,6 +156,16 @@ class SubjectFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Together:
+    """What several prompts have, each block counted once."""
+
+    alone_bytes: int
+    """What no prompt besides them has."""
+    shared_bytes: int
+    """What others have, too."""
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """What one group takes."""
 
@@ -220,6 +230,12 @@ class State:
     def used(self) -> Mask:
         """Which blocks a prompt has that is not gone."""
         return self.sharing.used_by(self.sharing.alive)
+
+    def used_by(self, chosen: Mask) -> Mask:
+        """Which blocks these prompts have (a mask over the table)."""
+        sources = np.zeros(len(self.sharing.numbers), np.bool_)
+        sources[self.at[chosen]] = True
+        return self.sharing.used_by(sources)
 
     def segments_of(self, where: I64) -> dict[int, list[int]]:
         """In which segments prompts (positions in `sharing`) have blocks."""

@@ -46,6 +46,7 @@ from kvvault.counters import Counters
 from kvvault.crypto.aead import random_id
 from kvvault.crypto.keys import TenantKeys
 from kvvault.errors import ClosedError, KvvaultError
+from kvvault.naming import LABELS, SUBJECT, clean, request_key, subject_key
 from kvvault.policy.decide import Verdict
 from kvvault.policy.document import Record
 from kvvault.timekeeping import VaultTime
@@ -55,9 +56,6 @@ log = logging.getLogger(__name__)
 
 PROMPT = "prompt"
 """What a prompt's own texts are encrypted as."""
-
-SUBJECT = "subject"
-LABELS = "labels"
 
 PROMPT_ID_BYTES = 8
 PREVIEW_CHARACTERS = 256
@@ -238,46 +236,13 @@ class Prompt:
             key_no,
             self.namespace,
             self.prompt_id,
-            None if self.subject is None else _text(tenant, SUBJECT, self.subject),
-            _text(tenant, LABELS, labels_text(self.labels)) if self.labels else None,
+            None if self.subject is None else _subject(tenant, self.subject),
+            _labels(tenant, labels_text(self.labels)) if self.labels else None,
             None if request is None else request_key(tenant, request),
             self.sealed(),
             self.started_at,
             self._steady(),
         )
-
-
-def clean(text: str) -> str:
-    """What can be encoded: a client's JSON may hold half of a surrogate pair."""
-    return text.encode("utf-8", "replace").decode()
-
-
-REQUEST_PREFIXES = (
-    "cmpl-",
-    "chatcmpl-",
-    "generate-tokens-",
-    "transcribe-",
-    "translate-",
-    "decision-",
-    "generative-scoring-",
-)
-"""What vLLM puts before the value of a request's ``X-Request-Id`` header, or before a random one,
-to make the id of the response."""
-
-
-def request_names(given: str) -> tuple[str, ...]:
-    """Under which ids a request may be kept that somebody calls `given`: the id of its response, or
-    the value of its ``X-Request-Id`` header."""
-    return given, *(prefix + given for prefix in REQUEST_PREFIXES)
-
-
-def request_key(tenant: TenantKeys, request_id: str) -> bytes:
-    """By what a request is found again.
-
-    Raises:
-        ClosedError: the tenant was forgotten.
-    """
-    return tenant.keyed_id("request", clean(request_id).encode())
 
 
 def labels_text(labels: Mapping[str, str]) -> str:
@@ -286,8 +251,12 @@ def labels_text(labels: Mapping[str, str]) -> str:
     return rfc8785.dumps(dict(labels)).decode()
 
 
-def _text(tenant: TenantKeys, kind: str, text: str) -> Text:
-    return Text(kind, tenant.keyed_id(kind, text.encode()), tenant.seal_text(kind, text))
+def _subject(tenant: TenantKeys, name: str) -> Text:
+    return Text(SUBJECT, subject_key(tenant, name), tenant.seal_text(SUBJECT, name))
+
+
+def _labels(tenant: TenantKeys, text: str) -> Text:
+    return Text(LABELS, tenant.keyed_id(LABELS, text.encode()), tenant.seal_text(LABELS, text))
 
 
 # -- what a prompt shares -------------------------------------------------------------------------

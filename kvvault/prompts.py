@@ -18,19 +18,16 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvvault.catalog import holds, membership, operations
+from kvvault.catalog import holds, membership
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.rows import TenantRow
 from kvvault.crypto.keys import TenantKeys
 from kvvault.errors import UsageError, VaultLockedError
-from kvvault.holding import encoded
 from kvvault.keyring import KeyRing
+from kvvault.matching import Matcher
 from kvvault.model import Namespace
 from kvvault.promptfacts import (
-    COMPARE,
-    LABEL,
     NUMBERS,
-    TEXTS,
     Chain,
     Condition,
     Detail,
@@ -40,13 +37,14 @@ from kvvault.promptfacts import (
     PromptFacts,
     State,
     SubjectFacts,
+    Together,
     Usage,
     age_group,
     having_prefix,
     keeps,
     time_or_none,
 )
-from kvvault.prompting import LABELS, SUBJECT, Recorder, request_key, request_names
+from kvvault.prompting import Recorder
 from kvvault.tenants import find_tenant
 from kvvault.timekeeping import VaultTime
 from kvvault.view import View
@@ -81,6 +79,7 @@ class Prompts:
         self._time = time
         self._recorder = recorder
         self._alone = alone
+        self._matcher = Matcher(catalog, ring, time)
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -99,122 +98,17 @@ class Prompts:
             self._catalog.read(partial(membership.snapshot, tenant_id=tenant_id, with_ids=with_ids))
         )
 
-    def matching(
-        self, state: State, conditions: Iterable[Condition], *, everything: bool = False
-    ) -> Mask:
-        """Which prompts of a state's table are in the inventory and meet all conditions.
-        `everything`: also those that have no block now. Their requests may still be running and
-        about to store some, so who erases means these, too.
-
-        Raises:
-            UsageError: there is no such field, or it cannot be compared so.
-            KeyUnavailableError: a tenant's key cannot be had, so what is asked for by name cannot
-                be looked up.
-            WrongKeyError, StorageError, CatalogError.
-        """
-        chosen = state.known if everything else state.present
-        for condition in conditions:
-            chosen = chosen & self._test(state, condition)
-        return chosen
-
-    def _test(self, state: State, condition: Condition) -> Mask:
-        name, op, value = condition.name, condition.op, condition.value
-        if name in NUMBERS:
-            if op not in COMPARE or not isinstance(value, int | float):
-                raise UsageError(
-                    f"{name} is a number, which {op} cannot compare", hint="use = != < <= > or >="
-                )
-            return COMPARE[op](self._numbers(state, name), float(value))
-        if name not in TEXTS and not (name.startswith(LABEL) and name != LABEL):
-            raise UsageError(
-                f"prompts have no field {name[:40]!r}",
-                hint=f"fields are: {', '.join([*TEXTS, 'label.NAME', *NUMBERS])}",
-            )
-        if op not in ("=", "!="):
-            raise UsageError(f"{name} is text, which {op} cannot compare", hint="use = or !=")
-        found = self._equal(state, name, str(value))
-        return found if op == "=" else ~found
-
-    def _numbers(self, state: State, name: str) -> F64:
-        table, at = state.snapshot.prompts, state.at
-        figures = state.figures
-        now = self._time.steady()
-        columns: dict[str, Callable[[], npt.NDArray[np.generic]]] = {
-            "age": lambda: now - table.first_used,
-            "idle": lambda: now - table.last_used,
-            "blocks": lambda: figures.blocks[at],
-            "bytes": lambda: figures.bytes[at],
-            "alone": lambda: figures.alone_bytes[at],
-            "shared": lambda: (figures.bytes - figures.alone_bytes)[at],
-            "tokens": lambda: figures.tokens[at],
-            "deadline": lambda: figures.last_deadline[at],
-            "first_used": lambda: table.first_used,
-            "last_used": lambda: table.last_used,
-        }
-        return columns[name]().astype(np.float64)
-
-    def _equal(self, state: State, name: str, value: str) -> Mask:
-        table = state.snapshot.prompts
-        if name == "id":
-            prefix = value.lower()
-            return having_prefix(table.prompt_id, prefix)
-        if name in ("rule", "class"):
-            segments = state.snapshot.segments
-            said = [s.rule if name == "rule" else s.retention_class for s in segments]
-            return state.having_in(np.array([one == value for one in said], np.bool_))
-        if name in ("tenant", "model", "namespace"):
-            return np.isin(table.scope, self._scopes(state, name, value))
-        if name == "request":
-            called = request_names(value)
-            ids = [request_key(keys, name) for keys in self._keys(state) for name in called]
-            numbers = self._catalog.read(partial(membership.prompts_of_requests, request_ids=ids))
-            return np.isin(table.number, np.array(numbers, np.int64))
-        if name == "subject":
-            named = encoded("subject", value)
-            ids = [keys.keyed_id(SUBJECT, named) for keys in self._keys(state)]
-            found = self._catalog.read(partial(membership.text_numbers, kind=SUBJECT, text_ids=ids))
-            return np.isin(table.subject, np.array(found, np.int64))
-        label = name.removeprefix(LABEL)
-        texts = self._catalog.read(partial(membership.texts, kind=LABELS))
-        names = Names(self._catalog, self._ring)
-        having = [text.text_no for text in texts if names.labels(text).get(label) == value]
-        return np.isin(table.labels, np.array(having, np.int64))
-
-    def _scopes(self, state: State, name: str, value: str) -> I64:
-        scopes = state.snapshot.scopes
-        if name == "tenant":
-            row = find_tenant(self._catalog, self._ring, value)
-            tenant_id = None if row is None else row.tenant_id
-            found = [no for no, (tenant, _) in scopes.items() if tenant == tenant_id]
-        elif name == "model":
-            models = self._models()
-            found = [no for no, (_, digest) in scopes.items() if models.get(digest) == value]
-        else:
-            found = [
-                no for no, (_, digest) in scopes.items() if digest.hex().startswith(value.lower())
-            ]
-        return np.array(found, np.int64)
-
-    def _keys(self, state: State) -> list[TenantKeys]:
-        """Keys of all tenants that have prompts.
-
-        Raises: as `KeyRing.tenant`.
-        """
-        wanted = {tenant for tenant, _ in state.snapshot.scopes.values()}
-        rows = self._catalog.read(operations.list_tenants)
-        return [self._ring.tenant(row) for row in rows if row.tenant_id in wanted]
-
     def _tenant(self, name: str) -> TenantRow:
         row = find_tenant(self._catalog, self._ring, name)
         if row is None:
             raise UsageError("the vault has no such tenant", hint="see `kvvault ls tenants`")
         return row
 
-    def _models(self) -> dict[bytes, str | None]:
-        return {
-            one.namespace.digest: one.namespace.fact("model")
-            for one in self._catalog.read(operations.list_namespaces)
-        }
+    def matching(
+        self, state: State, conditions: Iterable[Condition], *, everything: bool = False
+    ) -> Mask:
+        """Which prompts of a state's table are meant; see `kvvault.matching.Matcher`."""
+        return self._matcher.matching(state, conditions, everything=everything)
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -237,7 +131,7 @@ class Prompts:
             )
         state = self.load(tenant=tenant, with_ids=True)
         rows = np.flatnonzero(self.matching(state, conditions))
-        values = self._numbers(state, sort)[rows]
+        values = self._matcher.numbers(state, sort)[rows]
         rows = rows[np.argsort(-values if descending else values, kind="stable")]
         return self.facts(state, rows[:limit]), len(rows)
 
@@ -263,7 +157,7 @@ class Prompts:
         )
         inside = state.segments_of(where)
         in_force = self._catalog.read(partial(holds.list_holds, damaged=True))
-        models = self._models()
+        models = self._matcher.models()
         found: list[PromptFacts] = []
         for row, at in zip(rows.tolist(), where.tolist(), strict=True):
             tenant_id, namespace = state.snapshot.scopes[int(table.scope[row])]
@@ -375,6 +269,19 @@ class Prompts:
         sharing = int(np.count_nonzero(state.having(state.copies_of(mine))[0] & state.present)) - 1
         return Detail(facts, tuple(parts), sharing)
 
+    def together(
+        self, conditions: Iterable[Condition] = (), *, tenant: str | None = None
+    ) -> Together:
+        """What the prompts have that meet all conditions, and what of it others have.
+
+        Raises: as `load` and `matching`.
+        """
+        state = self.load(tenant=tenant, with_ids=True)
+        numbers = state.snapshot.prompts.number[self.matching(state, conditions)]
+        fate = state.sharing.erasure(numbers, state.snapshot.blocks.ids)
+        sizes = state.segments.block_bytes[state.snapshot.blocks.segment]
+        return Together(int(sizes[fate.private].sum()), int(sizes[fate.shared].sum()))
+
     def subjects(self, *, tenant: str | None = None) -> list[SubjectFacts]:
         """Every subject with prompts in the inventory, by tenant and the keyed id.
 
@@ -460,7 +367,7 @@ class Prompts:
         if by == "class":
             return [s.retention_class or None for s in segments]
         if by == "model":
-            models = self._models()
+            models = self._matcher.models()
             return [models.get(s.namespace_digest) for s in segments]
         if by == "age":
             now = self._time.steady()

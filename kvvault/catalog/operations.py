@@ -14,6 +14,7 @@ from typing import TypeVar
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    ScalarSelect,
     bindparam,
     delete,
     func,
@@ -386,6 +387,18 @@ def keep_prefix(connection: Connection, segment_id: bytes, blocks: int) -> int:
     return left
 
 
+def revoked_count() -> ScalarSelect[int]:
+    """Of a row of `segments`: how many blocks of it are revoked one by one. They were counted when
+    that was done, and are not again when the segment goes."""
+    r = t.revoked_blocks.c
+    return (
+        select(func.count())
+        .where(r.segment_id == t.segments.c.segment_id)
+        .correlate(t.segments)
+        .scalar_subquery()
+    )
+
+
 def get_segment(connection: Connection, segment_id: bytes) -> SegmentRow | None:
     rows = list_segments(connection, t.segments.c.segment_id == segment_id)
     return rows[0] if rows else None
@@ -395,7 +408,9 @@ def list_segments(
     connection: Connection, where: ColumnElement[bool] | None = None
 ) -> list[SegmentRow]:
     """Segments, oldest first, tombstones included unless `where` says otherwise."""
-    statement = select(t.segments).order_by(t.segments.c.created_at, t.segments.c.segment_id)
+    statement = select(t.segments, revoked_count().label("revoked")).order_by(
+        t.segments.c.created_at, t.segments.c.segment_id
+    )
     if where is not None:
         statement = statement.where(where)
     return [segment_of(row) for row in connection.execute(statement).mappings()]

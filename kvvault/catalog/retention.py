@@ -279,7 +279,9 @@ def revoke(
         if expired_by is not None:
             where = and_(where, past_deadline(expired_by))
         free = connection.execute(
-            select(s.segment_id, s.blocks, s.block_bytes).where(where, ~held(whole=compacting))
+            select(s.segment_id, s.blocks - operations.revoked_count(), s.block_bytes).where(
+                where, ~held(whole=compacting)
+            )
         ).all()
         kept += int(
             connection.execute(
@@ -287,8 +289,9 @@ def revoke(
             ).scalar_one()
         )
         ids += [blob(row[0], "a segment") for row in free]
-        blocks += sum(int(row[1]) for row in free)
-        data_bytes += sum(int(row[1]) * int(row[2]) for row in free)
+        live = [max(0, int(row[1])) for row in free]
+        blocks += sum(live)
+        data_bytes += sum(n * int(row[2]) for n, row in zip(live, free, strict=True))
     if not ids and not always:
         return Revoked(held=kept)
     if compacting:

@@ -140,6 +140,7 @@ def segment_of(m: Mapping[str, Any] | RowMapping) -> SegmentRow:
                 keep_until=_optional_time(m["keep_until"]),
                 hits=int(m["hits"]),
                 last_used=_optional_time(m["last_used"]),
+                revoked=int(m.get("revoked", 0)),
             ),
             wrapped_secret=None if m["wrapped_secret"] is None else _blob(m["wrapped_secret"]),
             commitment=_blob(m["commitment"]),

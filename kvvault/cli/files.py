@@ -19,6 +19,11 @@ def write_private(path: Path, data: bytes, what: str) -> None:
     :param what: what an error calls it.
     :raises StorageError: it cannot be written.
     """
+    if not path.name:  # "." or "/"
+        raise StorageError(
+            f"{what} cannot be written: that is a directory",
+            hint="name a file in a directory that exists and has room",
+        )
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         if path.exists() and not path.is_file():

@@ -33,6 +33,9 @@ LIMIT_S: Final = 30.0
 _AGAIN_S: Final = 0.5
 _ALONE_S: Final = 5.0
 _MAX_ANSWER: Final = 64 << 10
+_UNANSWERED: Final = (OSError, http.client.HTTPException, ValueError)
+"""What asking raises; the last of them of names that cannot be looked up. By then blocks are
+revoked, and whoever did that is to be told so, whatever an engine's name is."""
 
 
 class Copy(StrEnum):
@@ -87,6 +90,7 @@ class _Server:
 
         Raises:
             OSError, http.client.HTTPException: nobody answered in time, or not in HTTP.
+            ValueError: the host's name cannot be looked up.
         """
         name = f"[{self.host}]" if ":" in self.host else self.host
         head = (
@@ -146,6 +150,7 @@ def _server(url: str) -> _Server:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # as the resolver does: it refuses empty and long labels
     except ValueError:
         raise wrong from None
     if (
@@ -192,7 +197,7 @@ def reset_engine(url: str, *, limit_s: float = LIMIT_S) -> EngineReset:
     try:
         version = _version(server, until)
         state, detail = _drop(server, until, external=True)
-    except (OSError, http.client.HTTPException):
+    except _UNANSWERED:
         return _result(CopyState.UNREACHABLE, CopyState.UNREACHABLE, None, "nobody answered there")
     if state is not CopyState.REFUSED:
         return _result(state, state, version, detail)
@@ -200,7 +205,7 @@ def reset_engine(url: str, *, limit_s: float = LIMIT_S) -> EngineReset:
     # the CPU tier stays "refused".
     try:
         device, _ = _drop(server, time.monotonic() + _ALONE_S, external=False)
-    except (OSError, http.client.HTTPException):
+    except _UNANSWERED:
         device = CopyState.UNREACHABLE
     return _result(device, CopyState.REFUSED, version, detail)
 

@@ -25,6 +25,7 @@ from kvvault.catalog.receipts import DeletionRow
 from kvvault.catalog.reporting import EntryRow, IssuedRow, facts_of
 from kvvault.errors import FormatError, UsageError
 from kvvault.holding import Hold, HoldKind
+from kvvault.naming import subject_key
 from kvvault.promptfacts import Condition, PromptFacts
 from kvvault.reporting.disposals import deletions_table
 from kvvault.reporting.document import Answer, Column, Kind, Report, ReportKind, Table
@@ -63,11 +64,11 @@ def report(source: Source, *, tenant: str, subject: str) -> Report:
             "the vault has no such tenant, or has forgotten it with all that could be asked for",
             hint="see `kvvault ls tenants`",
         )
-    text_id = keys.keyed_id("subject", subject.encode())
+    text_id = subject_key(keys, subject)
     keyed = keys.log_id("subject", text_id)
-    prompts, _ = vault.prompts.listing(
-        [Condition("subject", "=", subject)], tenant=tenant, sort="first_used", descending=False
-    )
+    named = [Condition("subject", "=", subject)]
+    prompts, _ = vault.prompts.listing(named, tenant=tenant, sort="first_used", descending=False)
+    together = vault.prompts.together(named, tenant=tenant)
     found = vault.catalog.read(partial(_look, keyed=keyed))
     vault.note_question(
         "report subject", tenant_id=keys.tenant_id, rows=len(prompts), about={"subject": keyed}
@@ -84,8 +85,10 @@ def report(source: Source, *, tenant: str, subject: str) -> Report:
                "kvvault audit export"),
         Answer("prompts", "prompts of the subject that persist", len(prompts),
                "kvvault prompts ls", Kind.COUNT),
-        Answer("alone_bytes", "bytes that no other prompt has",
-               sum(one.alone_bytes for one in prompts), "kvvault prompts subjects", Kind.BYTES),
+        Answer("alone_bytes", "bytes that only this person's prompts have",
+               together.alone_bytes, "kvvault erase --dry-run", Kind.BYTES),
+        Answer("shared_bytes", "bytes that they have in common with prompts of others",
+               together.shared_bytes, "kvvault erase --dry-run", Kind.BYTES),
         Answer("last_used_at", "last use of any of them",
                max((one.last_used for one in prompts), default=None), "kvvault prompts ls",
                Kind.TIME),
@@ -182,7 +185,7 @@ def _prompts(prompts: Sequence[PromptFacts]) -> Table:
             Column("last_used_at", "last use", Kind.TIME),
             Column("tokens", "tokens", Kind.COUNT),
             Column("bytes", "bytes", Kind.BYTES),
-            Column("shared_bytes", "of these shared with others", Kind.BYTES),
+            Column("shared_bytes", "of these shared with other prompts", Kind.BYTES),
             Column("last_deadline_at", "gone by", Kind.TIME),
             Column("rules", "kept by rule"),
             Column("holds", "holds"),
@@ -236,6 +239,7 @@ def _receipts(found: _Found) -> Table:
             Column("kept_shared_prompts", "with prompts", Kind.COUNT),
             Column("kept_held_prompts", "prompts kept by holds", Kind.COUNT),
             Column("kept_held_segments", "segments kept by holds", Kind.COUNT),
+            Column("kept_held_blocks", "blocks kept by holds", Kind.COUNT),
             Column("engine_copies", "copies in an engine"),
             Column("entry", "entry of the log", Kind.COUNT),
         ),
@@ -249,6 +253,7 @@ def _receipts(found: _Found) -> Table:
                 _whole(kept.get("shared_prompts")),
                 _whole(kept.get("held_prompts")),
                 _whole(kept.get("held_segments")),
+                _whole(kept.get("held_blocks")),
                 _engine(content),
                 one.entry_no,
             )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from kvvault.cli.output import Output
 from kvvault.promptfacts import Condition
 from kvvault.vault import Vault
 from tests.cli.conftest import Place
-from tests.cli.support import BLOCK, NAMESPACE, TENANTS, run
+from tests.cli.support import BLOCK, NAMESPACE, TENANTS, finish, run, start
 
 WHY = ("--reason", "art. 17, request 4")
 
@@ -111,6 +112,33 @@ def test_what_a_hold_keeps(filled: Place) -> None:
     assert set(left(filled)) == {"r3"}
 
 
+def test_what_a_hold_keeps_of_the_shared_part(filled: Place) -> None:
+    """`--include-shared` takes nothing from a prompt that is held: said, with the exit code."""
+    joe = ("--tenant", TENANTS[0], "--subject", "joe")
+    assert run("hold", "set", *joe, "--reason", "a case", *filled.flags).code == 0
+    line = ("erase", "--subject", "jane", "--include-shared", *WHY, *filled.flags)
+    plan = run(*line, "--dry-run")
+    assert "taken from" not in plan.out
+    assert "stays, because a hold keeps a prompt that shares it: 2 blocks" in plan.out
+    done = run(*line, "--yes", "--json")
+    assert done.code == 3
+    document = done.document
+    assert document["taken"] == {"blocks": 0, "bytes": 0, "prompts": 0}
+    assert document["held"] == {"prompts": 0, "segments": 0, "blocks": 2}
+    assert left(filled) == {"r2": 4, "r3": 3}
+    shown = run("receipt", "show", document["receipt"], *filled.flags).out
+    assert "nothing stayed" not in shown
+    assert run("hold", "clear", "1", "--reason", "over", "--yes", *filled.flags).code == 0
+    again = run("erase", *joe, "--include-shared", *WHY, "--yes", *filled.flags)
+    assert (again.code, "stays" in again.out) == (0, False)
+
+
+def test_from_whom_shared_blocks_are_taken(filled: Place) -> None:
+    line = ("erase", "--subject", "jane", "--include-shared", *WHY, "--yes", *filled.flags)
+    done = run(*line)
+    assert (done.code, "taken from 1 other prompt, too: 2 blocks" in done.out) == (0, True)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -120,6 +148,8 @@ def test_what_a_hold_keeps(filled: Place) -> None:
         ("--prompt", "zz"),
         ("--subject", "joe", "--tenant", "nobody"),
         ("--subject", "joe", "--engine", "ftp://127.0.0.1/"),
+        ("--subject", "joe", "--engine", "https://a..b"),
+        ("--tenant", TENANTS[0], "--more-than-half", "--engine", "https://a..b"),
         ("--text-file", "/nowhere", "--tenant", TENANTS[0]),
         ("--subject", "jo\udcff"),
         ("--request", "jo\udcff"),
@@ -333,3 +363,90 @@ def test_what_a_script_left_out_does_not_erase_a_tenant(
     assert left(filled) == before
     assert run("erase", *whole).code == 0  # the control: this is all of the tenant
     assert left(filled) == {"r3": 3}
+
+
+def command_lines() -> str:
+    """Of all processes there are now."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            found.append(path.read_bytes().replace(b"\0", b" "))
+    return b"\n".join(found).decode(errors="replace")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [("erase", *WHY, "--dry-run"), ("hold", "set", *WHY), ("report", "subject")]
+)
+def test_a_subject_from_a_file_stands_in_no_command_line(
+    filled: Place, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    name = f"canary-{secrets.token_hex(8)}"
+    file = tmp_path / "whose"
+    file.write_text(f"{name}\n")
+    for option, seen in ((("--subject-file", str(file)), False), (("--subject", name), True)):
+        process = start(*command, "--tenant", TENANTS[0], *option, *filled.flags)
+        lines = ""
+        while process.poll() is None:
+            lines += command_lines()
+        assert finish(process).code == 0
+        assert str(filled.path) in lines
+        assert (name in lines) is seen
+
+
+def test_a_subject_from_a_file(filled: Place, tmp_path: Path) -> None:
+    """The whole file less the end of its line, here as on the command line."""
+    file = tmp_path / "whose"
+    whose: tuple[str | Path, ...] = ("--tenant", TENANTS[0], "--subject-file")
+    for text in ("joe", "joe\n"):
+        file.write_text(text)
+        plan = run("erase", *whose, file, *WHY, "--dry-run", "--json", *filled.flags)
+        assert (plan.code, len(plan.document["prompts"])) == (0, 1)
+    read = run("report", "subject", *whose, "-", "--json", *filled.flags, stdin="joe\n")
+    answers = {one["name"]: one["value"] for one in read.document["answers"]}
+    assert (answers["subject"], answers["prompts"]) == ("joe", 1)
+    assert run("hold", "set", *whose, "-", *WHY, *filled.flags, stdin="joe").code == 0
+    line: tuple[str | Path, ...] = ("erase", "--subject-file", file, *WHY, "--yes", *filled.flags)
+    assert run(*line).code == 3  # held
+    assert run("hold", "clear", "1", *WHY, "--yes", *filled.flags).code == 0
+    assert run(*line).code == 0
+    assert set(left(filled)) == {"r1", "r3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "code"),
+    [
+        (b"", (), 2),
+        (b"\n", (), 2),
+        (b"joe\njane\n", (), 2),
+        (b"joe\r\n", (), 2),
+        (b"jo\xff", (), 2),
+        (b"joe" * 2000, (), 2),
+        (b"joe", ("--subject", "joe"), 2),
+        (None, (), 1),
+    ],
+)
+def test_a_file_that_is_no_subject(
+    filled: Place, tmp_path: Path, text: bytes | None, more: tuple[str, ...], code: int
+) -> None:
+    """Nothing is done, and nobody is named."""
+    file = tmp_path / "whose"
+    if text is not None:
+        file.write_bytes(text)
+    whose: tuple[str | Path, ...] = ("--tenant", TENANTS[0], "--subject-file", file, *more)
+    lines = (("erase", *WHY, "--yes", "--more-than-half"), ("hold", "set", *WHY))
+    for command in (*lines, ("report", "subject")):
+        result = run(*command, *whose, *filled.flags)
+        assert result.code == code, command
+        result.assert_two_lines()
+        assert "joe" not in result.err
+        assert "unexpected" not in result.err
+    assert set(left(filled)) == {"r1", "r2", "r3"}
+    assert run("hold", "ls", "--json", *filled.flags).document == {"holds": []}
+
+
+def test_stdin_is_read_once(filled: Place) -> None:
+    two = ("--text-file", "-", "--subject-file", "-", "--tenant", TENANTS[0], "--model", "tiny")
+    result = run("erase", *two, *WHY, "--yes", *filled.flags, stdin="joe")
+    assert result.code == 2
+    assert "stdin" in result.err

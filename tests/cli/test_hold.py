@@ -119,6 +119,38 @@ def test_reasons_are_required(place: Place, text: tuple[str, ...]) -> None:
     assert len(run("hold", "ls", *place.flags, "--json").document["holds"]) == 1
 
 
+@pytest.mark.parametrize("reason", ["\x01", "   ", "x" * 501])
+def test_a_refusal_does_not_tell_whether_a_prompt_persists(filled: Place, reason: str) -> None:
+    """Every answer to that is in the audit log; one that is not told needs none."""
+    ident = run("prompts", "ls", "--json", *filled.flags).document["prompts"][0]["id"]
+    before = log_size(filled)
+    said = [
+        run("hold", "set", "--prompt", one, "--reason", reason, *filled.flags)
+        for one in (ident, "0" * 16)
+    ]
+    assert [one.code for one in said] == [2, 2]
+    assert said[0].err == said[1].err
+    assert log_size(filled) == before
+
+
+def test_looking_for_a_prompt_to_hold_is_a_question(filled: Place) -> None:
+    ident = run("prompts", "ls", "--json", *filled.flags).document["prompts"][0]["id"]
+    for one, code in ((ident[:6], 0), ("0" * 16, 2)):
+        assert run("hold", "set", "--prompt", one, "--reason", "x", *filled.flags).code == code
+    with Vault.open(filled.path, provider=filled.key, read_only=True) as vault:
+        told = [(e.kind, e.facts.get("command"), e.facts.get("rows")) for e in vault.audit.tail(3)]
+    assert told == [
+        ("question", "hold set", 1),
+        ("hold-placed", None, None),
+        ("question", "hold set", 0),
+    ]
+
+
+def log_size(place: Place) -> int:
+    with Vault.open(place.path, provider=place.key, read_only=True) as vault:
+        return len(vault.audit.tail(1000))
+
+
 def test_clearing_what_is_not_in_force(place: Place) -> None:
     assert place_hold(place, "--tenant", TENANTS[0]).code == 0
     assert clear_hold(place, 2, "--yes").code == 2

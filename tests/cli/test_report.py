@@ -130,9 +130,11 @@ def test_a_report_is_written_whole_and_for_its_owner_only(place: Place, tmp_path
     document = run("report", "ropa", *place.flags, "--json", "-o", target).document
     assert set(document) == {"report", "format", "file", "good"}
     assert json.loads(target.read_text())["report"] == "ropa"
-    missing = run("report", "ropa", *place.flags, "-o", tmp_path / "no" / "where.md")
-    assert missing.code == 1
-    missing.assert_two_lines()
+    for nowhere in (tmp_path / "no" / "where.md", tmp_path, ".", "/", ".."):
+        refused = run("report", "ropa", *place.flags, "-o", nowhere)
+        assert refused.code == 1, nowhere
+        refused.assert_two_lines()
+        assert "cannot be written" in refused.err
 
 
 def test_the_overdue_exit_code_comes_with_a_file_too(place: Place, tmp_path: Path) -> None:
@@ -179,6 +181,15 @@ def test_a_period_of_days(place: Place) -> None:
     assert count("--since", "2020-01-01") == 1
     assert count("--until", "2020-01-01") == 0
     assert count("--since", "2020-01-01", "--until", "2020-02-01T12:00:00Z") == 0
+
+
+def test_that_there_is_no_such_tenant_is_an_answer_too(place: Place) -> None:
+    words = ("report", "subject", "--tenant", "nobody-canary", "--subject", "x", *place.flags)
+    assert run(*words).code == 2
+    with catalog(place) as connection:
+        bodies = [row[0] for row in connection.execute("SELECT body FROM log_entries")]
+    [asked] = [said for body in bodies if (said := json.loads(body))["kind"] == "question"]
+    assert (asked["command"], asked["rows"], asked["tenant"]) == ("report subject", 0, None)
 
 
 def test_the_subject_report_writes_down_that_it_was_asked_for(place: Place) -> None:

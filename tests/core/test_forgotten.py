@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvvault.naming import request_key
 from kvvault.policy.document import Policy
 from kvvault.promptfacts import Condition
-from kvvault.prompting import request_key
 from kvvault.vault import Scope, Vault
 from tests.core.support import Home, contents, keys, namespace
 from tests.core.test_prompting import chain_of, query

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvvault.audit.receipts import EngineCopy, parse
 from kvvault.errors import HeldError
 from kvvault.model import Outcome
 from kvvault.promptfacts import Condition
 from kvvault.prompting import Prompt
 from kvvault.vault import Scope, Vault
-from tests.core.support import Home, assert_hits, assert_missing, get, key, namespace
+from tests.core.support import BLOCK, Home, assert_hits, assert_missing, get, key, namespace
 from tests.core.test_prompting import chain_of, query, store
 
 
@@ -101,6 +102,25 @@ class TestOneSubject:
         assert_hits(vault, scope, path(1, 2, 3))
         assert [p.subject for p in vault.prompts.listing()[0]] == ["anna"]
 
+    def test_when_the_engine_cannot_be_asked_the_rest_is_done(
+        self, vault: Vault, scope: Scope
+    ) -> None:
+        """Whatever that raises: keys that were to go are gone before it is told."""
+        send(vault, scope, [1, 2], "anna")
+        send(vault, scope, [7, 8], "bert")
+        before = {f.segment_id for f in vault.segments() if f.state.live}
+
+        def engine() -> Sequence[EngineCopy]:
+            raise UnicodeError("label empty or too long")
+
+        plan = vault.plan_erasure(of("anna"), tenant="alice")
+        with pytest.raises(UnicodeError):
+            vault.erase(plan, actor="operator", reason="art. 17", engine=engine)
+        assert query(vault, "SELECT count(*) FROM revoked_blocks") == [(0,)]
+        assert not before & {f.segment_id for f in vault.segments() if f.state.live}
+        assert_missing(vault, scope, path(1, 2))
+        assert_hits(vault, scope, path(7, 8))
+
     def test_nobody_of_that_name(self, vault: Vault, scope: Scope) -> None:
         send(vault, scope, [1, 2, 3], "anna")
         plan = vault.plan_erasure(of("nobody"), tenant="alice")
@@ -165,6 +185,43 @@ class TestHolds:
         vault.clear_hold(hold.number, reason="over", actor="counsel")
         assert erase(vault, of("anna")).blocks >= 1
         assert_missing(vault, scope, path(1, 2, 3, 10)[3:])
+
+    def test_shared_blocks_of_a_held_prompt_stay_and_that_is_said(
+        self, vault: Vault, scope: Scope
+    ) -> None:
+        """A third one, who shares with neither, loses nothing; who shares less, loses less."""
+        send(vault, scope, [1, 2, 3, 10, 11], "anna")
+        send(vault, scope, [1, 2, 3, 20], "bert")
+        send(vault, scope, [1, 2, 3, 10, 30], "cleo")
+        send(vault, scope, [1, 40], "dora")
+        hold = vault.place_hold(tenant="alice", subject="bert", reason="a case", actor="counsel")
+        plan = vault.plan_erasure(of("anna"), tenant="alice", include_shared=True)
+        assert (plan.blocks, plan.shared_blocks, plan.shared_prompts) == (2, 4, 3)
+        assert (plan.taken_blocks, plan.taken_prompts) == (1, 1)
+        assert (plan.held_prompts, plan.held_blocks) == (0, 3)
+        report = vault.erase(plan, actor="operator", reason="art. 17")
+        assert (report.blocks, report.held_blocks) == (2, 3)
+        kept = parse(vault.audit.receipts()[-1].document).content["kept"]
+        assert (kept["held_blocks"], kept["held_bytes"]) == (3, 3 * BLOCK)
+        assert_hits(vault, scope, path(1, 2, 3, 20))
+        # Without the hold nothing stays, and nothing is said to.
+        vault.clear_hold(hold.number, reason="over", actor="counsel")
+        plan = vault.plan_erasure(of("bert"), tenant="alice", include_shared=True)
+        assert (plan.taken_blocks, plan.taken_prompts, plan.held_blocks) == (3, 2, 0)
+        assert vault.erase(plan, actor="operator", reason="art. 17").held_blocks == 0
+        kept = parse(vault.audit.receipts()[-1].document).content["kept"]
+        assert not any(kept.values())
+
+    def test_a_hold_on_a_sharer_that_is_placed_after_the_plan(
+        self, vault: Vault, scope: Scope
+    ) -> None:
+        send(vault, scope, [1, 2, 3, 10], "anna")
+        send(vault, scope, [1, 2, 3, 20], "bert")
+        plan = vault.plan_erasure(of("anna"), tenant="alice", include_shared=True)
+        vault.place_hold(tenant="alice", subject="bert", reason="a case", actor="counsel")
+        report = vault.erase(plan, actor="operator", reason="art. 17")
+        assert (report.blocks, report.held_blocks) == (1, 3)
+        assert_hits(vault, scope, path(1, 2, 3, 20))
 
     def test_a_hold_placed_after_the_plan(self, vault: Vault, scope: Scope) -> None:
         send(vault, scope, [1, 2], "anna")

@@ -18,8 +18,9 @@ from kvvault.catalog import prompts as rows
 from kvvault.catalog.database import direct
 from kvvault.crypto.providers.ephemeral import EphemeralProvider
 from kvvault.errors import UsageError
+from kvvault.naming import clean, request_key
 from kvvault.policy.document import Policy
-from kvvault.prompting import PROMPT, Prompt, clean, request_key
+from kvvault.prompting import PROMPT, Prompt
 from kvvault.vault import Scope, Vault
 from tests.core.support import (
     SMALL,

@@ -16,8 +16,9 @@ from sqlalchemy import Connection
 from kvvault.catalog import operations
 from kvvault.crypto import keys as hierarchy
 from kvvault.crypto.aead import random_id
+from kvvault.naming import SUBJECT
 from kvvault.promptfacts import Condition
-from kvvault.prompting import PROMPT, SUBJECT
+from kvvault.prompting import PROMPT
 from kvvault.segments.format import Extent
 from kvvault.vault import Vault
 from tests.core.support import Home, namespace

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import func, select
 
+from kvvault.audit.receipts import parse
 from kvvault.catalog import revoking
+from kvvault.catalog import schema as t
 from kvvault.deleting import DeletionPlan, Eraser, Trigger
 from kvvault.errors import KvvaultError, StorageError, VaultLockedError
 from kvvault.model import Outcome, PutReport
@@ -24,6 +27,7 @@ from kvvault.segments.io import SegmentFile
 from kvvault.vault import Scope, Vault
 from kvvault.writing import Writer
 from tests.core.support import (
+    BLOCK,
     Home,
     assert_hits,
     assert_missing,
@@ -101,6 +105,63 @@ def test_when_the_rest_cannot_be_written_what_was_named_goes_all_the_same(
         assert_hits(vault, scope, keys(4)[1:])
         assert old not in {f.segment_id for f in vault.segments() if f.state.live}
         assert vault.purge().deletions == 2  # the deletion, and the segment it was in
+
+
+@pytest.mark.parametrize("how", ["rm", "expire", "forget", "policy"])
+def test_what_was_erased_and_waits_is_not_counted_again(
+    home: Home, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Blocks are on one receipt, though their segment goes later: the sums are what existed."""
+    with home.create() as vault:
+        scope = vault.scope("alice", namespace())
+        put(vault, scope, keys(4))
+        segments = [f.segment_id for f in vault.segments() if f.state.live]
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "put", lambda *_args, **_named: PutReport(refused=3))
+            first = vault.execute(vault.plan_blocks(scope, keys(1)), actor="o", reason="r")
+        assert (first.blocks, first.waiting_segments) == (1, 1)
+        [facts] = [f for f in vault.segments() if f.state.live]
+        assert facts.blocks == 4  # in its file
+        match how:
+            case "rm":
+                plan = vault.plan_segments(segments)
+            case "forget":
+                plan = vault.plan_tenant("alice") or pytest.fail("no tenant")
+            case "expire":
+                vault._catalog.write(
+                    lambda c: c.execute(t.segments.update().values(delete_by=1.0)).rowcount
+                )
+                plan = vault.plan_expired()
+            case _:
+                plan = vault._eraser.plan_segments(segments, Trigger.POLICY)
+        assert (plan.blocks, plan.data_bytes) == (3, 3 * BLOCK)
+        second = vault.execute(plan, actor="o", reason="r")
+        assert (second.blocks, second.data_bytes) == (3, 3 * BLOCK)
+        sums = vault.catalog.read(
+            lambda c: c.execute(
+                select(func.sum(t.deletions.c.blocks), func.sum(t.deletions.c.data_bytes))
+            ).one()
+        )
+        assert tuple(sums) == (4, 4 * BLOCK)
+        issued = [parse(one.document).content["deletion"] for one in vault.audit.receipts()]
+        of_it = [(one["blocks"], one["bytes"]) for one in issued if one["number"] > 1]
+        assert of_it in ([], [(3, 3 * BLOCK)])  # of what goes by itself there is none yet
+
+
+def test_eviction_counts_what_the_file_took(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    with home.create() as vault:
+        scope = vault.scope("alice", namespace())
+        put(vault, scope, keys(4))
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "put", lambda *_args, **_named: PutReport(refused=3))
+            vault.execute(vault.plan_blocks(scope, keys(1)), actor="o", reason="r")
+        done, failed = vault._evictor._evict(1, (None, None), "a test", readmit=False)
+        assert failed is None
+        assert (done.segments, done.freed_bytes) == (1, 4 * BLOCK)
+        count = vault.catalog.read(
+            lambda c: c.execute(select(func.sum(t.deletions.c.blocks))).one()
+        )
+        assert tuple(count) == (4,)
 
 
 def test_what_is_revoked_while_it_is_copied_does_not_come_back(

@@ -386,6 +386,26 @@ class TestSubject:
         assert value(self.report(audited, "patient 9"), "prompts") == 0
         assert value(self.report(audited, "patient 7", SOUTH), "prompts") == 1
 
+    def test_what_one_persons_prompts_share_is_that_persons(self, audited: Audited) -> None:
+        """A conversation: every prompt begins with the one before it. Nobody else has any of it,
+        until somebody does."""
+        sent(audited, NORTH, [1, 2, 3], "patient 7")
+        sent(audited, NORTH, [1, 2, 3, 4], "patient 7")
+        report = self.report(audited, "patient 7")
+        assert value(report, "alone_bytes") == 4 * 4096
+        assert value(report, "shared_bytes") == 0
+        assert [row["shared_bytes"] for row in table(report, "prompts")] == [3 * 4096] * 2
+        sent(audited, NORTH, [1, 2, 9], "patient 8")
+        sent(audited, NORTH, [1, 8], None)  # nobody said whose
+        sent(audited, SOUTH, [1, 2, 3, 4], "patient 7")  # another tenant's shares nothing
+        report = self.report(audited, "patient 7")
+        assert value(report, "alone_bytes") == 2 * 4096
+        assert value(report, "shared_bytes") == 2 * 4096
+        plan = audited.vault.plan_erasure([of("patient 7")], tenant=NORTH)
+        assert (plan.data_bytes, plan.shared_bytes) == (2 * 4096, 2 * 4096)
+        gone = self.report(audited, "patient 9")
+        assert value(gone, "alone_bytes") == value(gone, "shared_bytes") == 0
+
     def test_an_erasure_end_to_end(self, audited: Audited) -> None:
         sent(audited, NORTH, [1, 2, 3, 4], "patient 7")
         sent(audited, NORTH, [1, 2, 5], "patient 8")

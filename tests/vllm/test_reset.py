@@ -14,6 +14,7 @@ import pytest
 
 from kvvault.demo.server import free_port
 from kvvault.errors import UsageError
+from kvvault.integrations import reset
 from kvvault.integrations.reset import Copy, CopyState, check_url, reset_engine
 
 Answer = tuple[int, object]
@@ -188,6 +189,13 @@ def test_one_that_never_ends_its_answer_costs_the_limit(flood: bytes) -> None:
     assert took < 30
 
 
+def test_a_name_that_cannot_be_looked_up_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were one let through: what is erased is erased, and that has to be said."""
+    monkeypatch.setattr(reset, "_server", lambda _url: reset._Server("a..b", 443, "", True))
+    result = reset_engine("https://engine", limit_s=1)
+    assert set(result.copies.values()) == {CopyState.UNREACHABLE}
+
+
 @pytest.mark.parametrize("url", ["http://localhost:8000", "http://[::1]:1/base", "https://a.b/x"])
 def test_urls(url: str) -> None:
     check_url(url)
@@ -212,6 +220,9 @@ def test_urls(url: str) -> None:
         "http://[::1",
         "http://l\u00f6calhost",
         "https://",
+        "https://a..b",
+        "https://.example.org",
+        f"https://{64 * 'a'}.example.org",
     ],
 )
 def test_urls_that_are_refused(url: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvvault.integrations.vllm.requestids import MAX_ID, client_id
 from kvvault.integrations.vllm.tenancy import _MAX_SCOPES, Claim, Tenancy, Verdict, claim
 from kvvault.model import Namespace
-from kvvault.prompting import request_names
+from kvvault.naming import request_names
 from kvvault.vault import Scope, Vault
 
 

@@ -179,8 +179,8 @@ def _change(one: SegmentChange) -> dict[str, object]:
         "rule": one.rule,
         "deadline_before": iso_time(one.facts.deadline),
         "deadline": iso_time(one.deadline),
-        "blocks": one.facts.blocks,
-        "bytes": one.facts.data_bytes,
+        "blocks": one.facts.live_blocks,
+        "bytes": one.facts.live_bytes,
     }
 
 

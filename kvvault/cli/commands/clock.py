@@ -76,7 +76,7 @@ class _Clocks:
             "suspect": self.suspect,
             "threshold_s": self.threshold_s,
             "waiting_segments": len(self.waiting),
-            "waiting_bytes": sum(facts.data_bytes for facts in self.waiting),
+            "waiting_bytes": sum(facts.live_bytes for facts in self.waiting),
         }
 
 

@@ -464,8 +464,8 @@ class _Deletion:
             [
                 [
                     Cell(short[facts.segment_id]),
-                    Cell(str(facts.blocks), right=True),
-                    Cell(human_bytes(facts.data_bytes), right=True),
+                    Cell(str(facts.live_blocks), right=True),
+                    Cell(human_bytes(facts.live_bytes), right=True),
                     Cell(iso_time(facts.deadline) or "-"),
                     Cell("held" if held else "-"),
                 ]
@@ -491,19 +491,19 @@ class _Deletion:
 
 
 def _size(facts: SegmentFacts) -> dict[str, int]:
-    return {"blocks": facts.blocks, "bytes": facts.data_bytes}
+    return {"blocks": facts.live_blocks, "bytes": facts.live_bytes}
 
 
 def _sums(segments: Sequence[SegmentFacts]) -> dict[str, object]:
     return {
         "segments": len(segments),
-        "blocks": sum(facts.blocks for facts in segments),
-        "bytes": sum(facts.data_bytes for facts in segments),
+        "blocks": sum(facts.live_blocks for facts in segments),
+        "bytes": sum(facts.live_bytes for facts in segments),
     }
 
 
 def counted(segments: Sequence[SegmentFacts]) -> str:
     """``2 segments (12 blocks, 48.0 KiB)``"""
-    size = sum(facts.data_bytes for facts in segments)
-    blocks = sum(facts.blocks for facts in segments)
+    size = sum(facts.live_bytes for facts in segments)
+    blocks = sum(facts.live_blocks for facts in segments)
     return f"{plural(len(segments), 'segment')} ({plural(blocks, 'block')}, {human_bytes(size)})"

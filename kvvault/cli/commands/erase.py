@@ -21,15 +21,18 @@ from kvvault.cli.commands.deleting import (
     open_to_plan,
 )
 from kvvault.cli.commands.finding import (
+    SUBJECT_FILE,
     Found,
     TextQuestion,
     find_text,
     question_of,
     refusals_noted,
+    subject_of,
 )
 from kvvault.cli.commands.limits import (
     MORE_THAN_HALF,
     PARTIAL,
+    AskingEngine,
     copies_document,
     is_more_than_half,
     live_bytes,
@@ -125,6 +128,7 @@ def erase(
     subject: Annotated[
         str | None, typer.Option("--subject", metavar="NAME", help="All prompts of a subject.")
     ] = None,
+    subject_file: SUBJECT_FILE = None,
     tenant: Annotated[
         str | None,
         typer.Option(
@@ -176,7 +180,8 @@ def erase(
         bool,
         typer.Option(
             "--include-shared",
-            help="Also blocks that other prompts share (they hold only what is common to them).",
+            help="Also blocks that other prompts share (they hold only what is common to them), "
+            "but for prompts that a hold keeps.",
         ),
     ] = False,
     engine: Annotated[
@@ -204,6 +209,7 @@ def erase(
         from kvvault.integrations.reset import check_url
 
         check_url(engine)
+    subject = subject_of(subject, subject_file, text_file, salt_file)
     conditions = _conditions(request, subject, labels, older_than)
     text = None
     if text_file is not None:
@@ -239,7 +245,7 @@ def erase(
                 hint="give --prompt, --request, --subject, --label, --older-than, --text-file or "
                 "--tenant",
             )
-        asking = None if engine is None else _asking(engine)
+        asking = None if engine is None else AskingEngine(engine)
         return forget_tenant(run, tenant, reason, who, more_than_half, dry_run, yes, asking)
     choice = _Choice(tenant, prompts or (), conditions, text)
     with open_to_plan(run) as vault:
@@ -264,7 +270,7 @@ def erase(
         refuse_mass_deletion(now.deletion, shown.live_bytes, allowed=more_than_half)
         if not now.numbers:
             return shown.nothing()
-        asking = None if engine is None else _asking(engine)
+        asking = None if engine is None else AskingEngine(engine)
         report = vault.erase(now, actor=who, reason=reason, engine=asking)
         # The newest: it is issued again with what an engine said.
         of_it = [one for one in vault.audit.receipts() if one.deletion_no == report.deletion_no]
@@ -313,25 +319,6 @@ def _conditions(
     return found
 
 
-class _asking:  # noqa: N801 - a function with a memory
-    """Asks an engine, once, and remembers what it said."""
-
-    def __init__(self, url: str) -> None:
-        self.copies: Sequence[EngineCopy] = ()
-        self._url = url
-
-    def __call__(self) -> Sequence[EngineCopy]:
-        from kvvault.audit.receipts import EngineCopy
-        from kvvault.integrations.reset import CopyState, reset_engine
-
-        done = reset_engine(self._url)
-        self.copies = [
-            EngineCopy(copy.value, state is CopyState.REACHED, state.value)
-            for copy, state in done.copies.items()
-        ]
-        return self.copies
-
-
 @dataclass(frozen=True, slots=True)
 class _Shown:
     """A plan, and what is shown of it before and after."""
@@ -351,7 +338,8 @@ class _Shown:
         if self.run.output.json:
             self.run.output.document({**self._document(), "dry_run": True})
             return None
-        self.run.output.lines(f"would erase {_counted(self.plan)}", *_stays(self.plan))
+        stays = _stays(self.plan, self.plan.held_blocks)
+        self.run.output.lines(f"would erase {_counted(self.plan)}", *stays)
         if self.plan.numbers:
             self.run.output.lines(claim(self.info))
         if self._more_than_half:
@@ -387,6 +375,7 @@ class _Shown:
                 {
                     **self._document(),
                     "dry_run": False,
+                    "held": self._held(report.held_blocks),
                     "erased": {"blocks": report.blocks, "bytes": report.data_bytes},
                     "revoked_at": iso_time(report.revoked_at),
                     "waiting_segments": report.waiting_segments,
@@ -398,7 +387,7 @@ class _Shown:
             self.run.output.lines(
                 f"erased {plural(len(plan.numbers), 'prompt')}: {plural(report.blocks, 'block')}, "
                 f"{human_bytes(report.data_bytes)}",
-                *_stays(plan),
+                *_stays(plan, report.held_blocks),
                 *told(copies),
                 claim(self.info),
             )
@@ -410,8 +399,8 @@ class _Shown:
             if receipt is not None:
                 self.run.output.lines(f"receipt {receipt}")
         self._notes()
-        partial = plan.held_prompts or report.held_segments or report.waiting_segments
-        return PARTIAL if partial or missed(copies) else None
+        held = plan.held_prompts or report.held_segments or report.held_blocks
+        return PARTIAL if held or report.waiting_segments or missed(copies) else None
 
     @property
     def _more_than_half(self) -> bool:
@@ -438,12 +427,21 @@ class _Shown:
                 "bytes": plan.shared_bytes,
                 "prompts": plan.shared_prompts,
             },
-            "held": {"prompts": plan.held_prompts, "segments": len(plan.deletion.held)},
+            "taken": {
+                "blocks": plan.taken_blocks,
+                "bytes": plan.taken_bytes,
+                "prompts": plan.taken_prompts,
+            },
+            "held": self._held(plan.held_blocks),
             "later_prompts": self.later,
             "more_than_half": self._more_than_half,
             "assurance": self.info.assurance.value,
             "claim": claim(self.info),
         }
+
+    def _held(self, blocks: int) -> dict[str, int]:
+        segments = len(self.plan.deletion.held)
+        return {"prompts": self.plan.held_prompts, "segments": segments, "blocks": blocks}
 
 
 def _less(asked: ErasurePlan, now: ErasurePlan) -> str | None:
@@ -462,15 +460,21 @@ def _counted(plan: ErasurePlan) -> str:
     return f"{prompts} ({blocks}, {human_bytes(plan.data_bytes)})"
 
 
-def _stays(plan: ErasurePlan) -> list[str]:
+def _stays(plan: ErasurePlan, held_blocks: int) -> list[str]:
     lines = []
-    others = plural(plan.shared_prompts, "other prompt")
-    if plan.shared_blocks and plan.include_shared:
-        lines.append(f"taken from {others}, too: blocks that they share")
-    elif plan.shared_blocks:
+    if plan.taken_blocks:
         lines.append(
-            f"stays, shared with {others}: {plural(plan.shared_blocks, 'block')}, "
-            f"{human_bytes(plan.shared_bytes)}"
+            f"taken from {plural(plan.taken_prompts, 'other prompt')}, too: "
+            f"{plural(plan.taken_blocks, 'block')} that they share"
+        )
+    elif plan.shared_blocks and not plan.include_shared:
+        lines.append(
+            f"stays, shared with {plural(plan.shared_prompts, 'other prompt')}: "
+            f"{plural(plan.shared_blocks, 'block')}, {human_bytes(plan.shared_bytes)}"
+        )
+    if held_blocks:
+        lines.append(
+            f"stays, because a hold keeps a prompt that shares it: {plural(held_blocks, 'block')}"
         )
     if plan.held_prompts:
         lines.append(f"stays, because a hold keeps it: {plural(plan.held_prompts, 'prompt')}")

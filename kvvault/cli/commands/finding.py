@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from kvvault.vault import Vault
 
 __all__ = [
+    "SUBJECT_FILE",
     "Found",
     "TextQuestion",
     "find_text",
     "prompts_find",
     "question_of",
     "refusals_noted",
+    "subject_of",
 ]
 
 _ASK_NOBODY: Final = {
@@ -41,7 +43,19 @@ nor wait for them where they cannot be reached."""
 
 _MAX_TEXT: Final = 64 << 20
 _MAX_SALT: Final = 64 << 10
+_MAX_SUBJECT: Final = 4 << 10
 _PARTIAL: Final = 3
+
+
+SUBJECT_FILE = Annotated[
+    str | None,
+    typer.Option(
+        "--subject-file",
+        metavar="FILE",
+        help="The same, from a file that holds the name alone; - for stdin. What stands on the "
+        "command line is in the machine's list of processes.",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +312,29 @@ def _json(one: Found) -> dict[str, object]:
 def _moment(seconds: float | None) -> str:
     stamp = iso_time(seconds)
     return "-" if stamp is None else f"{stamp[:19]}Z"
+
+
+def subject_of(subject: str | None, subject_file: str | None, *others: str | None) -> str | None:
+    """Who is meant by ``--subject`` or ``--subject-file``; None when by neither. `others`: what
+    else is read from files.
+
+    Raises:
+        UsageError: both are given; stdin is to be read twice; what is in the file is no name.
+        StorageError: the file cannot be read.
+    """
+    from kvvault.scope import check_name
+
+    if subject_file is None:
+        return subject
+    if subject is not None:
+        raise UsageError(
+            "--subject and --subject-file name two subjects", hint="give one of the two"
+        )
+    if (subject_file, *others).count("-") > 1:
+        raise UsageError("stdin is read once", hint="write all but one of them to a file")
+    name = _read(subject_file, _MAX_SUBJECT).removesuffix("\n")
+    check_name(name, "subject")
+    return name
 
 
 def _adapter(lora: str | None) -> Adapter | None:

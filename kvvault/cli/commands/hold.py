@@ -16,7 +16,7 @@ from kvvault.cli.commands.deleting import (
     open_to_change,
     open_to_plan,
 )
-from kvvault.cli.commands.finding import refusals_noted
+from kvvault.cli.commands.finding import SUBJECT_FILE, refusals_noted, subject_of
 from kvvault.cli.formats import Cell, human_bytes, iso_time, plural
 from kvvault.cli.inventory import Inventory
 from kvvault.cli.run import Run, command
@@ -54,6 +54,7 @@ def hold_set(
             help="All prompts of a subject of the tenant's, now or later.",
         ),
     ] = None,
+    subject_file: SUBJECT_FILE = None,
     prompt: Annotated[
         str | None,
         typer.Option("--prompt", metavar="ID", help="One prompt; its first digits do."),
@@ -70,7 +71,11 @@ def hold_set(
     A hold on a subject or prompt keeps every segment with blocks of it. What is past its deadline
     is not served, held or not.
     """
+    from kvvault.holding import check_text
+
     who = actor_name(actor)
+    check_text("reason", reason)  # before anything is looked for: a refusal must not tell
+    subject = subject_of(subject, subject_file)
     alone = subject is not None and tenant is None
     if sum(one is not None for one in (tenant, prompt, segment)) != 1 or alone:
         raise UsageError(
@@ -97,8 +102,12 @@ def hold_set(
 
 
 def _prompt_id(run: Run, prefix: str) -> bytes:
-    with open_to_plan(run) as vault, refusals_noted(vault, "hold set"):
-        return vault.prompts.show(prefix).facts.prompt_id
+    """Asks whether a prompt persists, which is an entry of its own: the hold may yet fail."""
+    with open_to_plan(run) as vault:
+        with refusals_noted(vault, "hold set"):
+            facts = vault.prompts.show(prefix).facts
+        vault.note_question("hold set", tenant_id=facts.tenant_id, rows=1)
+        return facts.prompt_id
 
 
 def _segment_id(run: Run, ident: str) -> bytes:
@@ -133,7 +142,7 @@ def hold_clear(
             for facts in vault.plan_expired().held
             if facts.segment_id in hold.segment_ids - others
         ]
-    size = sum(facts.data_bytes for facts in due)
+    size = sum(facts.live_bytes for facts in due)
     if dry_run:
         _cleared(run, hold, len(due), size, dry_run=True)
         return None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MORE_THAN_HALF",
     "PARTIAL",
+    "AskingEngine",
     "copies_document",
     "is_more_than_half",
     "live_bytes",
@@ -37,9 +38,28 @@ MORE_THAN_HALF = Annotated[
 ]
 
 
+class AskingEngine:
+    """Asks an engine to drop its copies when it is called, and remembers what it said."""
+
+    def __init__(self, url: str) -> None:
+        self.copies: Sequence[EngineCopy] = ()
+        self._url = url
+
+    def __call__(self) -> Sequence[EngineCopy]:
+        from kvvault.audit.receipts import EngineCopy
+        from kvvault.integrations.reset import CopyState, reset_engine
+
+        done = reset_engine(self._url)
+        self.copies = [
+            EngineCopy(copy.value, state is CopyState.REACHED, state.value)
+            for copy, state in done.copies.items()
+        ]
+        return self.copies
+
+
 def live_bytes(vault: Vault) -> int:
     """Of the whole vault."""
-    return sum(facts.data_bytes for facts in vault.segments() if facts.state.live)
+    return sum(facts.live_bytes for facts in vault.segments() if facts.state.live)
 
 
 def is_more_than_half(plan: DeletionPlan, of_bytes: int) -> bool:

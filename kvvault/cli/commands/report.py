@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kvvault.cli.commands.finding import SUBJECT_FILE, refusals_noted, subject_of
 from kvvault.cli.files import write_private
 from kvvault.cli.formats import parse_time, path_text
 from kvvault.cli.run import Run, command
@@ -43,7 +44,7 @@ _OPTIONS: Final[dict[_Which, frozenset[str]]] = {
     _Which.DISPOSALS: frozenset({"--since", "--until"}),
     _Which.ENCRYPTION: frozenset({"--since", "--until", "--tenant"}),
     _Which.ROPA: frozenset(),
-    _Which.SUBJECT: frozenset({"--tenant", "--subject"}),
+    _Which.SUBJECT: frozenset({"--tenant", "--subject", "--subject-file"}),
 }
 """Which options mean something for which report."""
 
@@ -89,6 +90,7 @@ def report(
         str | None,
         typer.Option("--subject", metavar="NAME", help="The person, as requests named them."),
     ] = None,
+    subject_file: SUBJECT_FILE = None,
 ) -> int | None:
     """Print a report for auditors: every answer with the command that shows the same.
 
@@ -101,13 +103,20 @@ def report(
     """
     from kvvault.reporting.rendering import Format, render
 
-    given = {"--since": since, "--until": until, "--tenant": tenant, "--subject": subject}
+    given = {
+        "--since": since,
+        "--until": until,
+        "--tenant": tenant,
+        "--subject": subject,
+        "--subject-file": subject_file,
+    }
     for name, value in given.items():
         if value is not None and name not in _OPTIONS[which]:
             raise UsageError(
                 f"{name} means nothing for the {which} report",
                 hint=f"leave it out; see docs/reports.md for what {which} covers",
             )
+    subject = subject_of(subject, subject_file)
     period = _period(since, until)
     if form is None:
         form = _Form.JSON if run.output.json else _Form.MD
@@ -159,11 +168,12 @@ def _made(
         if tenant is None or subject is None:
             raise UsageError(
                 "the subject report needs to know who is meant",
-                hint="add --tenant NAME --subject NAME",
+                hint="add --tenant NAME, and --subject NAME or --subject-file FILE",
             )
         with run.open_vault() as vault:
             source = Source(vault, SystemClock(), period)
-            return subjects.report(source, tenant=tenant, subject=subject)
+            with refusals_noted(vault, "report subject"):
+                return subjects.report(source, tenant=tenant, subject=subject)
     with run.open_vault() as vault:
         source = Source(vault, SystemClock(), period)
         if tenant is not None:

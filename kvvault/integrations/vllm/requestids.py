@@ -16,7 +16,7 @@ endpoint              id of response   engine's name, n = 1        n > 1, sample
 The number before R in completions counts the prompts of one request (its prompts have one id); in
 responses, turns. R is eight random hexadecimal digits, missing when
 VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set for the engine. How a request is found by the header's
-value alone: `kvvault.prompting.request_names`.
+value alone: `kvvault.naming.request_names`.
 """
 
 from __future__ import annotations
