@@ -17,11 +17,13 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from sqlalchemy import Connection
 
-from kvvault.catalog import operations, retention, revoking
+from kvvault.catalog import operations, protecting, revoking
 from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.protecting import Reach
 from kvvault.catalog.rows import SegmentRow
 from kvvault.catalog.space import NoSpaceError, catalog_reserve
 from kvvault.counters import Counters
@@ -184,7 +186,7 @@ class Evictor:
                 or (row.facts.rule, row.facts.tenant_id) == (shortage.rule, shortage.tenant_id)
             )
         }
-        held = self._catalog.read(retention.held_segments)
+        held = self._catalog.read(partial(protecting.held_segments, reach=Reach.NOTED))
         chosen = choose_victims(self._uses(list(rows.values()), held, now), nbytes, now)
         report = EvictionReport(missing_bytes=chosen.missing_bytes)
         for victim in chosen.victims:

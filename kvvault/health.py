@@ -7,6 +7,7 @@ what is said of deadlines by what destroys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,11 +126,13 @@ def health_of(vault: Vault, clock: Clock) -> Health:
     now = vault.time.steady()  # only now: it follows a clock that is plausibly ahead
     around = surroundings(vault.path)
 
-    def look(connection: Connection) -> tuple[Usage, list[float], float | None]:
-        late = [one.facts.deadline for one in retention.expired(connection, now) if not one.held]
-        return rows.usage(connection), late, retention.next_deadline(connection, after=now)
+    def look(connection: Connection) -> tuple[Usage, list[float]]:
+        free = [one.facts.deadline for one in retention.live(connection) if not one.held]
+        return rows.usage(connection), free
 
-    usage, late, following = vault.catalog.read(look)
+    usage, free = vault.catalog.read(look)
+    late = [deadline for deadline in free if deadline <= now]
+    following = min((deadline for deadline in free if now < deadline < math.inf), default=None)
     return Health(
         policy=policy,
         space=SpaceHealth(limits_of(policy.policy.vault, around), usage, around),

@@ -23,6 +23,7 @@ from kvvault.audit.receipts import Kept
 from kvvault.catalog import membership, operations, protecting, retention
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.log import Fact
+from kvvault.catalog.protecting import Reach
 from kvvault.deleting import Chosen, DeletionPlan, DeletionReport, Particulars, Targets, Trigger
 from kvvault.erasing import AskEngine, BlockEraser, Decision
 from kvvault.errors import HeldError, KvvaultError
@@ -346,7 +347,7 @@ def _held_whole(connection: Connection, state: State) -> Mask:
     ids = [facts.segment_id for facts in state.snapshot.segments]
     held = {
         one.facts.segment_id
-        for one in retention.live_among(connection, ids, whole=True)
+        for one in retention.live_among(connection, ids, Reach.WHOLE)
         if one.held
     }
     return np.array([one in held for one in ids], np.bool_)

@@ -1,5 +1,5 @@
 """Holds in the catalog, one function per transaction step; see `kvvault.catalog.operations`. Which
-segments a hold protects is asked by `kvvault.catalog.retention.held`, in the transaction that would
+segments a hold protects is asked by `kvvault.catalog.protecting`, in the transaction that would
 take their keys.
 """
 

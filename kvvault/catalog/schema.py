@@ -217,7 +217,8 @@ hold_segments = Table(
     ),
 )
 """Segments with blocks of subjects or prompts that are held, as of when somebody last looked: a
-hold is placed, or keys are about to be destroyed (`kvvault.catalog.protecting`)."""
+hold is placed, or keys are about to be destroyed. Only to choose by; what is told or done is worked
+out anew (`kvvault.catalog.protecting`)."""
 
 leases = Table(
     "leases",
