@@ -7,13 +7,14 @@ transaction that would take keys away, and for every plan that says what it woul
 While there is no such hold, that is one query; else it reads the whole inventory, and what was
 found is noted in `hold_segments` for those who cannot wait for that (`Reach.NOTED`).
 
-Holds fail closed. A row that cannot be what it says, because it is damaged, is in force whatever it
-says of being cleared, and keeps all of its tenant; where it does not say whose it is, everything.
+Holds fail closed. One whose row cannot be what it says, because it is damaged, keeps all of its
+tenant until it is cleared; where it does not say whose it is, everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -23,7 +24,6 @@ from sqlalchemy import (
     and_,
     delete,
     exists,
-    func,
     insert,
     or_,
     select,
@@ -42,14 +42,35 @@ from kvvault.sharing import I64, Blocks, Links, Mask, Segments, Sharing
 IN_FORCE = "typeof(holds.cleared_at) NOT IN ('real', 'integer')"
 """Of a row of `holds`: nobody has cleared it."""
 
-DAMAGED = """
-    NOT (typeof(holds.target) = 'blob' AND (
-        holds.kind IN ('tenant', 'subject') AND length(holds.target) = 16
-        OR holds.kind = 'segment' AND length(holds.target) IN (0, 16)
-        OR holds.kind = 'prompt' AND length(holds.target) = 8))
+OWNER = """
+    CASE WHEN typeof(holds.tenant_id) = 'blob' AND length(holds.tenant_id) = 16
+    THEN holds.tenant_id END
 """
-"""Of a row of `holds`: it does not say what it keeps. (A segment's id is emptied when the tenant is
-forgotten, and then there is nothing left to keep.)"""
+"""Of a row of `holds`: whose it is on; NULL when it does not say."""
+
+DAMAGED = f"""
+    NOT coalesce(
+        holds.kind IN ('tenant', 'segment', 'subject', 'prompt')
+        AND typeof(holds.target) = 'blob'
+        AND (holds.tenant_id IS NULL OR {OWNER} IS NOT NULL)
+        AND typeof(holds.reason) = 'text' AND typeof(holds.actor) = 'text'
+        AND typeof(holds.placed_at) IN ('real', 'integer')
+        AND typeof(holds.cleared_at) IN ('real', 'integer', 'null')
+        AND CASE
+            WHEN length(holds.target) = 0 THEN holds.tenant_id IS NULL
+                AND (holds.kind = 'segment' OR holds.cleared_at IS NOT NULL)
+            WHEN holds.kind = 'prompt'
+                THEN length(holds.target) = 8 AND holds.tenant_id IS NOT NULL
+            WHEN holds.kind = 'subject'
+                THEN length(holds.target) = 16 AND holds.tenant_id IS NOT NULL
+            ELSE length(holds.target) = 16 END, 0)
+"""
+"""Of a row of `holds`: it cannot be what it says, so nobody knows what it keeps. (When a tenant is
+forgotten, target and owner are emptied; what is in force then is on a segment that was lost.)"""
+
+SOUND_KIND = f"CASE WHEN {DAMAGED} THEN '' ELSE holds.kind END"
+"""Of a row of `holds`: on what it is; empty when it is damaged. Whatever that has for a kind, the
+driver need not be able to read."""
 
 
 class Reach(Enum):
@@ -88,15 +109,7 @@ def held(*, whole: bool = False) -> ColumnElement[bool]:
 
 def _unclear(tenant_id: ColumnElement[bytes] | bytes) -> ColumnElement[bool]:
     """Damaged holds that may be on something of a tenant."""
-    h = t.holds.c
-    return and_(
-        text(DAMAGED),
-        or_(
-            func.typeof(h.tenant_id) != "blob",
-            func.length(h.tenant_id) != ID_BYTES,
-            h.tenant_id == tenant_id,
-        ),
-    )
+    return and_(text(DAMAGED), or_(text(f"{OWNER} IS NULL"), t.holds.c.tenant_id == tenant_id))
 
 
 def held_among(
@@ -114,6 +127,24 @@ def held_among(
 def held_segments(connection: Connection, reach: Reach = Reach.NOW) -> set[bytes]:
     """Ids of the live segments that a hold protects."""
     return held_among(connection, [t.segments.c.state.in_(LIVE)], reach)
+
+
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """How many holds are in force."""
+
+    holds: int
+    damaged: int
+    """Of these, with rows that cannot be what they say: each keeps all of its tenant, or all."""
+
+
+def in_force(connection: Connection) -> InForce:
+    """Count. Whatever is in the rows."""
+    [[holds, damaged]], _ = direct(
+        connection,
+        f"SELECT count(*), coalesce(sum({DAMAGED}), 0) FROM holds WHERE {IN_FORCE}",  # noqa: S608
+    )
+    return InForce(int(str(holds)), int(str(damaged)))
 
 
 def unnoted(connection: Connection, segment_ids: Iterable[bytes]) -> bool:
@@ -200,17 +231,20 @@ def held_prompts(connection: Connection, state: Snapshot, *, parts: bool = False
     only `parts` are meant, on its tenant. Damaged ones are asked about only with the latter."""
     rows, _ = direct(
         connection,
-        f"SELECT kind, target, tenant_id, {DAMAGED} FROM holds WHERE {IN_FORCE}",  # noqa: S608
+        f"""
+        SELECT {SOUND_KIND}, CASE WHEN {DAMAGED} THEN x'' ELSE holds.target END, {OWNER}
+        FROM holds WHERE {IN_FORCE}
+        """,  # noqa: S608
     )
     kept: dict[str, set[bytes]] = {"tenant": set(), "subject": set(), "prompt": set()}
     table = state.prompts
-    for kind, target, tenant_id, damaged in rows:
-        if damaged and not parts:
-            if not isinstance(tenant_id, bytes) or len(tenant_id) != ID_BYTES:
+    for kind, target, tenant_id in rows:
+        if not kind and not parts:
+            if tenant_id is None:
                 return ~table.gone
-            kept["tenant"].add(tenant_id)
-        elif not damaged and isinstance(target, bytes) and kind in kept:
-            kept[str(kind)].add(target)
+            kept["tenant"].add(blob(tenant_id, "a hold"))
+        elif kind in kept:
+            kept[str(kind)].add(blob(target, "a hold"))
     subjects = membership.text_numbers(connection, "subject", kept["subject"])
     found: Mask = np.isin(table.subject, np.array(subjects, np.int64))
     found |= table.having(kept["prompt"])
