@@ -202,6 +202,7 @@ def revoke(
     compacting: bool = False,
     about: Mapping[str, Fact] | None = None,
     always: bool = False,
+    protected: bool = False,
 ) -> Revoked:
     """Destroy the wrapped keys of those of these segments that live and that no hold keeps; with
     `expired_by`, only of those whose deadline has come by then. `compacting`: their blocks are
@@ -209,9 +210,10 @@ def revoke(
     well (but for `reason`: somebody's words); with `always` also when nothing was left to go.
 
     :param about: what else the log says of it; keyed ids only.
+    :param protected: `protecting.protect` was called in this transaction.
     """
     s = t.segments.c
-    if not compacting:
+    if not (compacting or protected):
         protecting.protect(connection)
     ids: list[bytes] = []
     blocks = data_bytes = kept = 0
@@ -308,7 +310,7 @@ def forget_tenant(
     Deleting the tenant's row alone makes everything of it unreadable: its key is in no other place.
     """
     protecting.protect(connection)
-    found = live_of_tenant(connection, tenant_id)
+    found = live_of_tenant(connection, tenant_id, Reach.NOTED)
     kept = sum(one.held for one in found)
     if kept or protecting.tenant_held(connection, tenant_id):
         return Revoked(held=kept, refused=True)
@@ -321,6 +323,7 @@ def forget_tenant(
         reason=reason,
         about=about,
         always=True,
+        protected=True,
     )
     _forget_targets(connection, tenant_id)
     connection.execute(delete(t.tenants).where(t.tenants.c.tenant_id == tenant_id))

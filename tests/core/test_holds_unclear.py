@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from kvvault.catalog import membership
 from kvvault.catalog.protecting import InForce, in_force
 from kvvault.errors import HeldError, UsageError
 from kvvault.health import health_of
@@ -56,6 +58,25 @@ class TestOfNobodyYet:
         vault.clear_hold(hold.number, reason="closed", actor="c")
         vault.forget("alice")
         assert [facts.name for facts in vault.tenants()] == []
+
+    def test_another_tenants_hold_costs_one_look_at_the_inventory(
+        self, vault: Vault, scope: Scope, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        send(vault, scope, [1, 2], "bert")
+        send(vault, vault.scope("bob", namespace()), [1, 2], "anna")
+        vault.place_hold(tenant="bob", subject="anna", reason="case", actor="c")
+        plan = vault.plan_tenant("alice")
+        assert plan is not None
+        looks: list[object] = []
+        real = membership.snapshot
+
+        def snapshot(*args: Any, **named: Any) -> membership.Snapshot:
+            looks.append(args)
+            return real(*args, **named)
+
+        monkeypatch.setattr(membership, "snapshot", snapshot)
+        assert vault.execute(plan, actor="o", reason="r").segments == 1
+        assert len(looks) == 1
 
     def test_nor_with_one_that_is_placed_after_the_plan(self, vault: Vault, scope: Scope) -> None:
         send(vault, scope, [1, 2], "bert")
