@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from sqlalchemy import Connection
 
-from kvvault.catalog import operations, retention
+from kvvault.catalog import operations, protecting, retention
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.rows import SegmentRow, TenantRow
 from kvvault.deleting import DeletionReport, Eraser, Trigger
@@ -168,7 +168,7 @@ class Applier:
             facts.namespace.digest: facts.namespace
             for facts in operations.list_namespaces(connection)
         }
-        kept = retention.held_segments(connection)
+        kept = protecting.held_segments(connection)
         changes = []
         for row in operations.list_segments(connection):
             tenant = tenants.get(row.facts.tenant_id or b"")

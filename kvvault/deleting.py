@@ -31,6 +31,7 @@ from kvvault.audit.receipts import (
 from kvvault.catalog import operations, protecting, retention, revoking
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.log import Fact
+from kvvault.catalog.protecting import Reach
 from kvvault.errors import ClosedError, HeldError, StorageError
 from kvvault.keyring import KeyRing
 from kvvault.model import SegmentFacts
@@ -195,11 +196,10 @@ class Eraser:
     def plan_segments(
         self, segment_ids: Sequence[bytes], trigger: Trigger = Trigger.REMOVE
     ) -> DeletionPlan:
-        """These, as far as they live. What is compacted is only kept by holds on whole segments."""
-        whole = trigger is Trigger.COMPACT
-        return self._plan(
-            trigger, partial(retention.live_among, segment_ids=segment_ids, whole=whole)
-        )
+        """These, as far as they live. Of what holds keep some triggers do not ask all (`Reach`)."""
+        reach = {Trigger.COMPACT: Reach.WHOLE, Trigger.EVICT: Reach.NOTED}.get(trigger, Reach.NOW)
+        find = partial(retention.live_among, segment_ids=segment_ids, reach=reach)
+        return self._plan(trigger, find)
 
     def plan_tenant(self, tenant_id: bytes) -> DeletionPlan:
         """A tenant and everything it has."""
@@ -243,7 +243,7 @@ class Eraser:
             kept |= revoking.counts(found, held)
         plan = self.plan_places(connection, places, targets, trigger)
         parts = retention.live_among(
-            connection, list(kept.keys() - {facts.segment_id for facts in plan.held})
+            connection, list(kept.keys() - {facts.segment_id for facts in plan.held}), Reach.WHOLE
         )
         some = (replace(one.facts, blocks=kept[one.facts.segment_id], revoked=0) for one in parts)
         return replace(plan, held=(*plan.held, *some))
@@ -256,7 +256,7 @@ class Eraser:
         trigger: Trigger,
     ) -> DeletionPlan:
         """A plan for single blocks of which it is known where they are."""
-        found = retention.live_among(connection, list(places), whole=True)
+        found = retention.live_among(connection, list(places), Reach.WHOLE)
         chosen = [
             Chosen(
                 one.facts.segment_id,
@@ -316,7 +316,6 @@ class Eraser:
                     connection, plan.tenant_id, now=now, actor=actor, reason=reason, about=scope
                 )
             else:
-                expired_by = now if plan.trigger is Trigger.EXPIRE else None
                 done = retention.revoke(
                     connection,
                     ids,
@@ -324,7 +323,7 @@ class Eraser:
                     now=now,
                     actor=actor,
                     reason=reason,
-                    expired_by=expired_by,
+                    expired_by=now if plan.trigger is Trigger.EXPIRE else None,
                     compacting=plan.trigger is Trigger.COMPACT,
                     about=scope,
                 )
@@ -335,6 +334,11 @@ class Eraser:
         if not ids and plan.tenant_id is None:
             if plan.trigger is not Trigger.EVICT:
                 self.settle()
+            held = {facts.segment_id for facts in plan.held}
+            if plan.trigger is Trigger.EXPIRE and self._catalog.read(
+                lambda connection: protecting.unnoted(connection, held)
+            ):  # or the jobs would go on finding it due
+                self._catalog.write(protecting.protect, durable=False)
             return DeletionReport(plan.trigger, 0, 0, 0, len(plan.held), now)
         if plan.tenant_id is not None and plan.held:
             raise _held(len(plan.held))
@@ -443,15 +447,12 @@ class Eraser:
         ids = [facts.segment_id for facts in plan.segments]
         tenant_id = plan.tenant_id
 
-        def look(connection: Connection) -> tuple[list[retention.Candidate], bool, set[bytes]]:
-            return (
+        found, tenant_held = self._catalog.read(
+            lambda connection: (
                 retention.live_among(connection, ids),
-                tenant_id is not None and retention.tenant_held(connection, tenant_id),
-                set(protecting.kept(connection)),
+                tenant_id is not None and protecting.tenant_held(connection, tenant_id),
             )
-
-        found, tenant_held, protected = self._catalog.read(look)
-        found = [replace(one, held=one.held or one.facts.segment_id in protected) for one in found]
+        )
         kept = sum(one.held for one in found)
         if tenant_id is not None and (kept or tenant_held):
             raise _held(kept)

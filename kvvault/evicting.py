@@ -21,8 +21,9 @@ from functools import partial
 
 from sqlalchemy import Connection
 
-from kvvault.catalog import operations, retention, revoking
+from kvvault.catalog import operations, protecting, revoking
 from kvvault.catalog.catalog import Catalog
+from kvvault.catalog.protecting import Reach
 from kvvault.catalog.rows import SegmentRow
 from kvvault.catalog.space import NoSpaceError, below_floor, counted, used_by_rule
 from kvvault.counters import Counters
@@ -208,7 +209,7 @@ class Evictor:
             and row.well_formed
             and whose in (_VAULT, (row.facts.rule, row.facts.tenant_id))
         }
-        held = self._catalog.read(retention.held_segments)
+        held = self._catalog.read(partial(protecting.held_segments, reach=Reach.NOTED))
         chosen = choose_victims(self._uses(list(rows.values()), held, now), nbytes, now)
         report = EvictionReport(missing_bytes=chosen.missing_bytes)
         failed: KvvaultError | None = None

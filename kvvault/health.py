@@ -7,6 +7,7 @@ what is said of deadlines by what destroys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Final
 from sqlalchemy import Connection
 
 from kvvault import layout
-from kvvault.catalog import retention
+from kvvault.catalog import protecting, retention
 from kvvault.catalog import space as rows
+from kvvault.catalog.protecting import InForce
 from kvvault.catalog.space import SpaceLimits, Surroundings, Usage
 from kvvault.errors import StorageError
 from kvvault.governing import AppliedPolicy
@@ -91,8 +93,7 @@ class Health:
     clock_suspect: bool
     clock_ahead_s: float
     """By how much the machine's clock is ahead of the latest time the vault has noted."""
-    holds: int
-    """In force."""
+    holds: InForce
 
     @property
     def problems(self) -> list[str]:
@@ -113,6 +114,11 @@ class Health:
                 found.append(f"job {status.name} {status.outcome}: {status.detail}")
             elif status.overdue:
                 found.append(f"job {status.name} is overdue: no process runs it (kvvault daemon)")
+        if self.holds.damaged:
+            found.append(
+                f"damaged holds: {self.holds.damaged}; each keeps all of its tenant, or everything "
+                "(kvvault hold ls, kvvault hold clear)"
+            )
         return found
 
 
@@ -127,11 +133,13 @@ def health_of(vault: Vault, clock: Clock) -> Health:
     now = vault.time.steady()  # only now: it follows a clock that is plausibly ahead
     around = surroundings(vault.path)
 
-    def look(connection: Connection) -> tuple[Usage, list[float], float | None]:
-        late = [one.facts.deadline for one in retention.expired(connection, now) if not one.held]
-        return rows.usage(connection), late, retention.next_deadline(connection, after=now)
+    def look(connection: Connection) -> tuple[Usage, list[float], InForce]:
+        free = [one.facts.deadline for one in retention.live(connection) if not one.held]
+        return rows.usage(connection), free, protecting.in_force(connection)
 
-    usage, late, following = vault.catalog.read(look)
+    usage, free, holds = vault.catalog.read(look)
+    late = [deadline for deadline in free if deadline <= now]
+    following = min((deadline for deadline in free if now < deadline < math.inf), default=None)
     return Health(
         policy=policy,
         space=SpaceHealth(limits_of(policy.policy.vault, around), usage, around),
@@ -139,7 +147,7 @@ def health_of(vault: Vault, clock: Clock) -> Health:
         jobs=job_statuses(vault, clock),
         clock_suspect=suspect,
         clock_ahead_s=ahead_s,
-        holds=len(vault.holds()),
+        holds=holds,
     )
 
 

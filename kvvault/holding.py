@@ -19,7 +19,7 @@ from kvvault.catalog import holds, operations, protecting
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.holds import HoldRow
 from kvvault.catalog.rows import TenantRow
-from kvvault.errors import CatalogCorruptError, KvvaultError, UsageError
+from kvvault.errors import KvvaultError, UsageError
 from kvvault.keyring import KeyRing
 from kvvault.model import SegmentFacts
 from kvvault.naming import subject_key
@@ -50,16 +50,17 @@ class Hold:
     """One hold, and what it keeps now. Times are seconds since the epoch, by the vault's time."""
 
     number: int
-    kind: HoldKind
+    kind: HoldKind | None
+    """None: its row in the catalog is damaged. It keeps all of its tenant, or all there is."""
     target: bytes
-    """Id of the tenant, segment or prompt; a subject's keyed id."""
+    """Id of the tenant, segment or prompt; a subject's keyed id; empty when that is not known."""
     tenant_id: bytes | None
-    """Whose data it is; None when that tenant is gone."""
+    """Whose data it is; None when that tenant is gone, or not known."""
     tenant: str | None = field(repr=False)
     """Name of that tenant; None when its keys cannot be had, or it is gone."""
     reason: str = field(repr=False)
     actor: str = field(repr=False)
-    placed_at: float
+    placed_at: float | None
     cleared_at: float | None
     cleared_by: str | None = field(repr=False)
     cleared_reason: str | None = field(repr=False)
@@ -76,6 +77,17 @@ class Hold:
     @property
     def in_force(self) -> bool:
         return self.cleared_at is None
+
+    @property
+    def on(self) -> str:
+        """What people are told that it is on."""
+        return "damaged" if self.kind is None else self.kind.value
+
+    def spares(self, tenant_id: bytes) -> bool:
+        """Whether that tenant is not forgotten while it is in force, whatever there is of it."""
+        if self.kind is None:
+            return self.tenant_id in (None, tenant_id)
+        return self.kind is not HoldKind.SEGMENT and self.tenant_id == tenant_id
 
 
 class Holder:
@@ -233,16 +245,13 @@ class Holder:
     def _one(
         self, row: HoldRow, live: Sequence[SegmentFacts], names: dict[bytes, str | None]
     ) -> Hold:
-        try:
-            kind = HoldKind(row.kind)
-        except ValueError:
-            raise CatalogCorruptError(
-                "a hold in the catalog is on something that this release does not know",
-                hint="use the release that placed it",
-            ) from None
-        if kind is HoldKind.TENANT:
+        kind = None if row.damaged else HoldKind(row.kind)
+        if kind is None:
+            kept = [facts for facts in live if row.tenant_id in (None, facts.tenant_id)]
+            tenant_id = row.tenant_id
+        elif kind is HoldKind.TENANT:
             kept = [facts for facts in live if facts.tenant_id == row.target]
-            tenant_id: bytes | None = row.target or None
+            tenant_id = row.target or None
         elif kind in (HoldKind.SUBJECT, HoldKind.PROMPT):
             ask = partial(protecting.kept_by, kind=row.kind, target=row.target)
             ids = set(self._catalog.read(ask))

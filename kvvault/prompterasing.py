@@ -23,6 +23,7 @@ from kvvault.audit.receipts import Kept
 from kvvault.catalog import membership, operations, protecting, retention
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.log import Fact
+from kvvault.catalog.protecting import Reach
 from kvvault.deleting import Chosen, DeletionPlan, DeletionReport, Particulars, Targets, Trigger
 from kvvault.erasing import AskEngine, BlockEraser, Decision
 from kvvault.errors import HeldError, KvvaultError
@@ -165,9 +166,8 @@ class PromptEraser:
             if done and not _among(state, plan.numbers).any():
                 # They are erased. What of theirs has come back since goes as well.
                 left = _left_over(state, plan.numbers)
-                return Decision(
-                    self._deletion(connection, state, left), Particulars(done[-1].scope)
-                )
+                whole = _held_whole(connection, state)
+                return Decision(self._deletion(state, left, whole), Particulars(done[-1].scope))
             now = self._plan(
                 connection,
                 state,
@@ -207,9 +207,8 @@ class PromptEraser:
 
         def decide(connection: Connection) -> Decision:
             state = State(membership.snapshot(connection, with_ids=True))
-            return Decision(
-                self._deletion(connection, state, _left_over(state, None)), Particulars()
-            )
+            whole = _held_whole(connection, state)
+            return Decision(self._deletion(state, _left_over(state, None), whole), Particulars())
 
         reason = "left of prompts that were erased"
         return self._blocks.erase(decide, actor="kvvault", reason=reason).blocks
@@ -242,7 +241,7 @@ class PromptEraser:
         return ErasurePlan(
             numbers=tuple(int(number) for number in table.number[chosen]),
             prompt_ids=tuple(table.ids_of(np.flatnonzero(chosen))),
-            deletion=self._deletion(connection, state, goes),
+            deletion=self._deletion(state, goes, whole),
             shared_blocks=int(np.count_nonzero(shared)),
             shared_bytes=int(sizes[shared].sum()),
             shared_prompts=int(np.count_nonzero(others & state.having(shared)[0])),
@@ -255,9 +254,10 @@ class PromptEraser:
             scope=self._scope(connection, state, chosen, asked, include_shared=include_shared),
         )
 
-    def _deletion(self, connection: Connection, state: State, goes: Mask) -> DeletionPlan:
+    @staticmethod
+    def _deletion(state: State, goes: Mask, whole: Mask) -> DeletionPlan:
+        """`whole`: segments that a hold keeps as such."""
         blocks, segments = state.snapshot.blocks, state.snapshot.segments
-        whole = _held_whole(connection, state)
         rows = np.flatnonzero(goes)
         by_segment: dict[int, list[int]] = {}
         for row, segment in zip(rows.tolist(), blocks.segment[rows].tolist(), strict=True):
@@ -365,7 +365,7 @@ def _held_whole(connection: Connection, state: State) -> Mask:
     ids = [facts.segment_id for facts in state.snapshot.segments]
     held = {
         one.facts.segment_id
-        for one in retention.live_among(connection, ids, whole=True)
+        for one in retention.live_among(connection, ids, Reach.WHOLE)
         if one.held
     }
     return np.array([one in held for one in ids], np.bool_)

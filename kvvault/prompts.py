@@ -156,7 +156,7 @@ class Prompts:
             partial(membership.exact, numbers=[int(n) for n in table.number[rows]])
         )
         inside = state.segments_of(where)
-        in_force = self._catalog.read(partial(holds.list_holds, damaged=True))
+        in_force = self._catalog.read(holds.list_holds)
         models = self._matcher.models()
         found: list[PromptFacts] = []
         for row, at in zip(rows.tolist(), where.tolist(), strict=True):
@@ -298,7 +298,7 @@ class Prompts:
             )
         }
         names = Names(self._catalog, self._ring)
-        in_force = self._catalog.read(partial(holds.list_holds, damaged=True))
+        in_force = self._catalog.read(holds.list_holds)
         at = state.at[rows]
         count = np.bincount(group, minlength=len(numbers))
         alone = np.zeros(len(numbers), np.int64)

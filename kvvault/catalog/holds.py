@@ -1,43 +1,25 @@
 """Holds in the catalog, one function per transaction step; see `kvvault.catalog.operations`. Which
-segments a hold protects is asked by `kvvault.catalog.retention.held`, in the transaction that would
+segments a hold protects is asked by `kvvault.catalog.protecting`, in the transaction that would
 take their keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    RowMapping,
-    TextClause,
-    insert,
-    select,
-    text,
-    update,
-)
+from sqlalchemy import Connection, insert, select, text, update
 
 from kvvault.catalog import log, protecting
 from kvvault.catalog import schema as t
+from kvvault.catalog.database import direct
 from kvvault.catalog.operations import LIVE
-from kvvault.errors import CatalogCorruptError
-from kvvault.model import ID_BYTES
+from kvvault.catalog.rows import blob
 
 TENANT = "tenant"
 SEGMENT = "segment"
 SUBJECT = "subject"
 PROMPT = "prompt"
-
-_TARGET_BYTES = {
-    TENANT: (ID_BYTES,),
-    SEGMENT: (0, ID_BYTES),
-    SUBJECT: (ID_BYTES,),
-    PROMPT: (8,),
-}
-"""As `kvvault.catalog.protecting.DAMAGED` has it."""
 
 _SEPARATOR = "\n"
 """Between who cleared a hold and why, in one column: neither holds a control character."""
@@ -47,16 +29,21 @@ _SEPARATOR = "\n"
 class HoldRow:
     hold_no: int
     kind: str
+    """Empty when the row is damaged."""
     target: bytes
     reason: str = field(repr=False)
     actor: str = field(repr=False)
-    placed_at: float
+    placed_at: float | None
+    """None: it does not say. Likewise what else may be None."""
     cleared_at: float | None
     cleared_by: str | None = field(repr=False)
     cleared_reason: str | None = field(repr=False)
     tenant_id: bytes | None = None
-    damaged: bool = False
-    """It does not say what it keeps: perhaps all of its tenant, or all there is."""
+
+    @property
+    def damaged(self) -> bool:
+        """It cannot be what its row says, so it keeps all of its tenant, or all there is."""
+        return not self.kind
 
 
 def place(
@@ -82,12 +69,12 @@ def place(
         return None
     values = {"kind": kind, "target": target, "reason": reason, "actor": actor, "placed_at": now}
     values["tenant_id"] = whose
-    row = connection.execute(insert(t.holds).values(values).returning(t.holds)).one()
-    placed = _hold(row._mapping)
+    added = insert(t.holds).values(values).returning(t.holds.c.hold_no)
+    number = int(connection.execute(added).scalar_one())
     protecting.protect(connection)
-    facts: dict[str, log.Fact] = {"hold": placed.hold_no, "on": kind, "actor": actor}
+    facts: dict[str, log.Fact] = {"hold": number, "on": kind, "actor": actor}
     log.append(connection, "hold-placed", now, {**facts, "target": known_as})
-    return placed
+    return get_hold(connection, number)
 
 
 def _tenant(
@@ -110,98 +97,67 @@ def _tenant(
 def clear(
     connection: Connection, hold_no: int, *, reason: str, actor: str, now: float
 ) -> HoldRow | None:
-    """End a hold that is in force; None when there is none of that number, or no more."""
+    """End a hold that is in force, damaged or not; None when there is none of that number, or no
+    more."""
     h = t.holds.c
-    row = connection.execute(
+    before = get_hold(connection, hold_no)
+    done = connection.execute(
         update(t.holds)
         .where(h.hold_no == hold_no, text(protecting.IN_FORCE))
         .values(cleared_at=now, cleared_by=f"{actor}{_SEPARATOR}{reason}")
-        .returning(t.holds)
-    ).first()
-    if row is None:
+    )
+    if before is None or not done.rowcount:
         return None
     protecting.protect(connection)
-    log.append(connection, "hold-cleared", now, {"hold": hold_no, "actor": actor})
-    return _hold(row._mapping)
+    facts: dict[str, log.Fact] = {"hold": hold_no, "actor": actor}
+    if before.damaged:  # the log says that nobody knew what it was on
+        facts["damaged"] = True
+    log.append(connection, "hold-cleared", now, facts)
+    return get_hold(connection, hold_no)
 
 
 def get_hold(connection: Connection, hold_no: int) -> HoldRow | None:
     """A hold by its number, in force or not."""
-    found = _select(connection, t.holds.c.hold_no == hold_no)
-    return found[0] if found else None
+    rows, _ = direct(connection, f"{_SELECT} WHERE hold_no = ?", (hold_no,))
+    return _hold(rows[0]) if rows else None
 
 
-def list_holds(
-    connection: Connection, *, cleared: bool = False, damaged: bool = False
-) -> list[HoldRow]:
-    """Holds in force, oldest first; with `cleared`, those that were as well; with `damaged`, also
-    what cannot be what its row says, as far as that goes.
-
-    Raises:
-        CatalogCorruptError: a row is damaged, and that was not asked for.
-    """
-    where = None if cleared else text(protecting.IN_FORCE)
-    return _select(connection, where, damaged=damaged)
+def list_holds(connection: Connection, *, cleared: bool = False) -> list[HoldRow]:
+    """Holds in force, oldest first; with `cleared`, those that were as well. Damaged ones, too."""
+    where = "" if cleared else f"WHERE {protecting.IN_FORCE}"
+    rows, _ = direct(connection, f"{_SELECT} {where} ORDER BY hold_no")
+    return [_hold(row) for row in rows]
 
 
-def _select(
-    connection: Connection, where: ColumnElement[bool] | TextClause | None, *, damaged: bool = False
-) -> list[HoldRow]:
-    statement = select(t.holds).order_by(t.holds.c.hold_no)
-    if where is not None:
-        statement = statement.where(where)
-    read = _as_far_as_sound if damaged else _hold
-    return [read(row._mapping) for row in connection.execute(statement)]
+_NUMBER = "CASE WHEN typeof(holds.{0}) IN ('real', 'integer') THEN holds.{0} END"
+
+# Of damaged rows, too, and the driver raises for text that is none: so texts come as bytes.
+_SELECT = f"""
+    SELECT hold_no, {protecting.SOUND_KIND},
+        CASE WHEN {protecting.DAMAGED} THEN x'' ELSE holds.target END, {protecting.OWNER},
+        {_NUMBER.format("placed_at")}, {_NUMBER.format("cleared_at")},
+        CAST(reason AS BLOB), CAST(actor AS BLOB), CAST(cleared_by AS BLOB)
+    FROM holds
+"""  # noqa: S608
 
 
-def _hold(m: Mapping[str, Any] | RowMapping) -> HoldRow:
-    """
-    Raises:
-        CatalogCorruptError: it cannot be one.
-    """
-    try:
-        target, tenant_id = m["target"], m["tenant_id"]
-        if not isinstance(target, bytes) or not isinstance(tenant_id, bytes | None):
-            raise TypeError("not a blob")
-        sizes = _TARGET_BYTES.get(m["kind"], (len(target),))
-        if len(target) not in sizes and (target or m["cleared_at"] is None):
-            raise ValueError("not an id")
-        by, _, why = str(m["cleared_by"] or "").partition(_SEPARATOR)
-        return HoldRow(
-            hold_no=int(m["hold_no"]),
-            kind=str(m["kind"]),
-            target=target,
-            reason=str(m["reason"]),
-            actor=str(m["actor"]),
-            placed_at=float(m["placed_at"]),
-            cleared_at=None if m["cleared_at"] is None else float(m["cleared_at"]),
-            cleared_by=by or None,
-            cleared_reason=why or None,
-            tenant_id=tenant_id,
-        )
-    except (TypeError, ValueError) as exc:
-        raise CatalogCorruptError(
-            "a hold in the catalog cannot be what its row says",
-            hint="restore the catalog from a copy: nothing else says what is to be kept",
-        ) from exc
-
-
-def _as_far_as_sound(m: Mapping[str, Any] | RowMapping) -> HoldRow:
-    kind, target, tenant_id = m["kind"], m["target"], m["tenant_id"]
-    sound = isinstance(target, bytes) and len(target) in _TARGET_BYTES.get(kind, ())
-    whose = isinstance(tenant_id, bytes) and len(tenant_id) == ID_BYTES
+def _hold(row: Sequence[object]) -> HoldRow:
+    number, kind, target, tenant_id, placed_at, cleared_at, *texts = row
+    reason, actor, cleared = (
+        text.decode(errors="replace") if isinstance(text, bytes) else "" for text in texts
+    )
+    by, _, why = cleared.partition(_SEPARATOR)
     return HoldRow(
-        hold_no=int(m["hold_no"]),
+        hold_no=int(str(number)),
         kind=str(kind),
-        target=target if isinstance(target, bytes) else b"",
-        reason=str(m["reason"]),
-        actor=str(m["actor"]),
-        placed_at=_number(m["placed_at"]) or 0.0,
-        cleared_at=_number(m["cleared_at"]),
-        cleared_by=None,
-        cleared_reason=None,
-        tenant_id=tenant_id if whose else None,
-        damaged=not sound,
+        target=blob(target, "a hold"),
+        reason=reason,
+        actor=actor,
+        placed_at=_number(placed_at),
+        cleared_at=_number(cleared_at),
+        cleared_by=by or None,
+        cleared_reason=why or None,
+        tenant_id=None if tenant_id is None else blob(tenant_id, "a hold"),
     )
 
 

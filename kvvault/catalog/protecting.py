@@ -1,24 +1,40 @@
-"""What holds on subjects and prompts keep, one function per transaction step; see
-`kvvault.catalog.operations`.
+"""What holds keep, one function per transaction step; see `kvvault.catalog.operations`.
 
-Such a hold is on blocks, and what expires or is evicted is a segment: all segments with any of
-these blocks are kept. Which they are changes with every block that is stored or reused, so it is
-worked out where it matters, in the transaction that would take keys away, and written to
-`hold_segments` for everybody who only looks. While there is no such hold, that is one query.
+A hold on a tenant or segment is asked about in SQL. One on a subject or prompt is on blocks, and
+what expires or is evicted is a segment: all segments with any of these blocks are kept. Which they
+are changes with every block that is stored or reused, so it is worked out where it matters: in the
+transaction that would take keys away, and for every plan that says what it would do (`Reach.NOW`).
+While there is no such hold, that is one query; else it reads the whole inventory, and what was
+found is noted in `hold_segments` for those who cannot wait for that (`Reach.NOTED`).
 
-Holds fail closed. A row that cannot be what it says, because it is damaged, is in force whatever it
-says of being cleared, and keeps all of its tenant; where it does not say whose it is, everything.
+Holds fail closed. One whose row cannot be what it says, because it is damaged, keeps all of its
+tenant until it is cleared; where it does not say whose it is, everything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
 import numpy as np
-from sqlalchemy import Connection, delete, insert
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    and_,
+    delete,
+    exists,
+    insert,
+    or_,
+    select,
+    text,
+)
 
 from kvvault.catalog import membership
 from kvvault.catalog import schema as t
 from kvvault.catalog.database import direct
 from kvvault.catalog.membership import PromptTable, Snapshot
+from kvvault.catalog.operations import LIVE
 from kvvault.catalog.rows import blob
 from kvvault.model import ID_BYTES
 from kvvault.sharing import I64, Blocks, Links, Mask, Segments, Sharing
@@ -26,20 +42,136 @@ from kvvault.sharing import I64, Blocks, Links, Mask, Segments, Sharing
 IN_FORCE = "typeof(holds.cleared_at) NOT IN ('real', 'integer')"
 """Of a row of `holds`: nobody has cleared it."""
 
-DAMAGED = """
-    NOT (typeof(holds.target) = 'blob' AND (
-        holds.kind IN ('tenant', 'subject') AND length(holds.target) = 16
-        OR holds.kind = 'segment' AND length(holds.target) IN (0, 16)
-        OR holds.kind = 'prompt' AND length(holds.target) = 8))
+OWNER = """
+    CASE WHEN typeof(holds.tenant_id) = 'blob' AND length(holds.tenant_id) = 16
+    THEN holds.tenant_id END
 """
-"""Of a row of `holds`: it does not say what it keeps. (A segment's id is emptied when the tenant is
-forgotten, and then there is nothing left to keep.)"""
+"""Of a row of `holds`: whose it is on; NULL when it does not say."""
+
+DAMAGED = f"""
+    NOT coalesce(
+        holds.kind IN ('tenant', 'segment', 'subject', 'prompt')
+        AND typeof(holds.target) = 'blob'
+        AND (holds.tenant_id IS NULL OR {OWNER} IS NOT NULL)
+        AND typeof(holds.reason) = 'text' AND typeof(holds.actor) = 'text'
+        AND typeof(holds.placed_at) IN ('real', 'integer')
+        AND typeof(holds.cleared_at) IN ('real', 'integer', 'null')
+        AND CASE
+            WHEN length(holds.target) = 0 THEN holds.tenant_id IS NULL
+                AND (holds.kind = 'segment' OR holds.cleared_at IS NOT NULL)
+            WHEN holds.kind = 'prompt'
+                THEN length(holds.target) = 8 AND holds.tenant_id IS NOT NULL
+            WHEN holds.kind = 'subject'
+                THEN length(holds.target) = 16 AND holds.tenant_id IS NOT NULL
+            ELSE length(holds.target) = 16 END, 0)
+"""
+"""Of a row of `holds`: it cannot be what it says, so nobody knows what it keeps. (When a tenant is
+forgotten, target and owner are emptied; what is in force then is on a segment that was lost.)"""
+
+SOUND_KIND = f"CASE WHEN {DAMAGED} THEN '' ELSE holds.kind END"
+"""Of a row of `holds`: on what it is; empty when it is damaged. Whatever that has for a kind, the
+driver need not be able to read."""
+
+
+class Reach(Enum):
+    """Which holds are asked about, and how."""
+
+    NOW = "now"
+    """All, as it is now. May read the whole inventory."""
+    NOTED = "noted"
+    """All; what those on subjects and prompts keep, as of when somebody last looked. For who only
+    chooses, in a hurry, what is asked about again."""
+    WHOLE = "whole"
+    """Those on tenants and segments: single blocks may be written to another segment."""
+
 
 _OF_PARTS = f"SELECT 1 FROM holds WHERE {IN_FORCE} AND kind IN ('subject', 'prompt')"  # noqa: S608
 
 
+def held(*, whole: bool = False) -> ColumnElement[bool]:
+    """Segments that a hold protects, or may protect; those with blocks of subjects or prompts as
+    of the last `protect`. `whole`: not because of single blocks in them."""
+    s, h, p = t.segments.c, t.holds.c, t.hold_segments.c
+    of_all = exists(
+        select(h.hold_no).where(
+            text(IN_FORCE),
+            or_(
+                and_(h.kind == "tenant", h.target == s.tenant_id),
+                and_(h.kind == "segment", h.target == s.segment_id),
+                _unclear(s.tenant_id),
+            ),
+        )
+    )
+    if whole:
+        return of_all
+    return or_(of_all, exists(select(p.segment_id).where(p.segment_id == s.segment_id)))
+
+
+def _unclear(tenant_id: ColumnElement[bytes] | bytes) -> ColumnElement[bool]:
+    """Damaged holds that may be on something of a tenant."""
+    return and_(text(DAMAGED), or_(text(f"{OWNER} IS NULL"), t.holds.c.tenant_id == tenant_id))
+
+
+def held_among(
+    connection: Connection, wheres: Iterable[ColumnElement[bool]], reach: Reach
+) -> set[bytes]:
+    """Ids of segments that a hold protects: all of those that meet one of these conditions."""
+    found = set(kept(connection)) if reach is Reach.NOW else set()
+    for where in wheres:
+        asked = held(whole=reach is not Reach.NOTED)
+        rows = connection.execute(select(t.segments.c.segment_id).where(where, asked))
+        found.update(blob(row[0], "a segment") for row in rows)
+    return found
+
+
+def held_segments(connection: Connection, reach: Reach = Reach.NOW) -> set[bytes]:
+    """Ids of the live segments that a hold protects."""
+    return held_among(connection, [t.segments.c.state.in_(LIVE)], reach)
+
+
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """How many holds are in force."""
+
+    holds: int
+    damaged: int
+    """Of these, with rows that cannot be what they say: each keeps all of its tenant, or all."""
+
+
+def in_force(connection: Connection) -> InForce:
+    """Count. Whatever is in the rows."""
+    [[holds, damaged]], _ = direct(
+        connection,
+        f"SELECT count(*), coalesce(sum({DAMAGED}), 0) FROM holds WHERE {IN_FORCE}",  # noqa: S608
+    )
+    return InForce(int(str(holds)), int(str(damaged)))
+
+
+def unnoted(connection: Connection, segment_ids: Iterable[bytes]) -> bool:
+    """Whether `held` does not know yet that all of these are held."""
+    return not held_segments(connection, Reach.NOTED).issuperset(segment_ids)
+
+
+def tenant_held(connection: Connection, tenant_id: bytes) -> bool:
+    """Whether a hold on the tenant as such is in force, or on a subject or prompt of it, of which
+    nothing need be there."""
+    h = t.holds.c
+    statement = select(h.hold_no).where(
+        text(IN_FORCE),
+        or_(
+            and_(h.kind == "tenant", h.target == tenant_id),
+            and_(h.kind.in_(("subject", "prompt")), h.tenant_id == tenant_id),
+            _unclear(tenant_id),
+        ),
+    )
+    return connection.execute(statement).first() is not None
+
+
+# -- subjects and prompts ------------------------------------------------------------------------
+
+
 def protect(connection: Connection) -> None:
-    """Bring `hold_segments` up to date."""
+    """Bring `hold_segments` up to date. Writes only what has changed."""
     h = t.hold_segments
     found = kept(connection)
     # As they are: a damaged row is one more reason to write them anew.
@@ -99,17 +231,20 @@ def held_prompts(connection: Connection, state: Snapshot, *, parts: bool = False
     only `parts` are meant, on its tenant. Damaged ones are asked about only with the latter."""
     rows, _ = direct(
         connection,
-        f"SELECT kind, target, tenant_id, {DAMAGED} FROM holds WHERE {IN_FORCE}",  # noqa: S608
+        f"""
+        SELECT {SOUND_KIND}, CASE WHEN {DAMAGED} THEN x'' ELSE holds.target END, {OWNER}
+        FROM holds WHERE {IN_FORCE}
+        """,  # noqa: S608
     )
     kept: dict[str, set[bytes]] = {"tenant": set(), "subject": set(), "prompt": set()}
     table = state.prompts
-    for kind, target, tenant_id, damaged in rows:
-        if damaged and not parts:
-            if not isinstance(tenant_id, bytes) or len(tenant_id) != ID_BYTES:
+    for kind, target, tenant_id in rows:
+        if not kind and not parts:
+            if tenant_id is None:
                 return ~table.gone
-            kept["tenant"].add(tenant_id)
-        elif not damaged and isinstance(target, bytes) and kind in kept:
-            kept[str(kind)].add(target)
+            kept["tenant"].add(blob(tenant_id, "a hold"))
+        elif kind in kept:
+            kept[str(kind)].add(blob(target, "a hold"))
     subjects = membership.text_numbers(connection, "subject", kept["subject"])
     found: Mask = np.isin(table.subject, np.array(subjects, np.int64))
     found |= table.having(kept["prompt"])

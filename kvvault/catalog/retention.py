@@ -1,10 +1,10 @@
-"""Deadlines, use, holds, policies and deletions in the catalog, one function per transaction step;
-see `kvvault.catalog.operations`."""
+"""Deadlines, use, policies and deletions in the catalog, one function per transaction step; see
+`kvvault.catalog.operations`. What holds keep: `kvvault.catalog.protecting`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,10 @@ from sqlalchemy import (
     Row,
     and_,
     delete,
-    exists,
     func,
     insert,
     or_,
     select,
-    text,
     update,
 )
 from sqlalchemy.dialects.sqlite import insert as upsert
@@ -28,8 +26,9 @@ from kvvault.catalog import log, operations, protecting
 from kvvault.catalog import schema as t
 from kvvault.catalog.log import Fact
 from kvvault.catalog.operations import LIVE, next_change
+from kvvault.catalog.protecting import Reach
 from kvvault.catalog.rows import blob, corrupt
-from kvvault.model import ID_BYTES, SegmentFacts
+from kvvault.model import SegmentFacts
 
 _TIME_MARK = "time_mark_ms"
 _NEVER = 1e300
@@ -112,62 +111,19 @@ def past_deadline(now: float) -> ColumnElement[bool]:
     return and_(s.state.in_(LIVE), or_(s.delete_by <= now, s.idle_until <= now))
 
 
-def next_deadline(connection: Connection, *, after: float | None = None) -> float | None:
-    """When the next segment that nobody holds is to be destroyed; with `after`, of those whose time
-    has not come by then."""
+def next_deadline(connection: Connection) -> float | None:
+    """When the next segment that nobody holds is to be destroyed; of subjects' and prompts' holds
+    as of when somebody last looked. Cheap: the jobs ask four times a second."""
     s = t.segments.c
     first = func.min(
         func.min(func.coalesce(s.delete_by, _NEVER), func.coalesce(s.idle_until, _NEVER))
     )
-    statement = select(first).where(s.state.in_(LIVE), ~held())
-    if after is not None:
-        statement = statement.where(
-            func.coalesce(s.delete_by, _NEVER) > after, func.coalesce(s.idle_until, _NEVER) > after
-        )
+    statement = select(first).where(s.state.in_(LIVE), ~protecting.held())
     found = connection.execute(statement).scalar()
     return None if found is None or float(found) >= _NEVER else float(found)
 
 
-# -- holds ---------------------------------------------------------------------------------------
-
-
-def held(*, whole: bool = False) -> ColumnElement[bool]:
-    """Segments that a hold protects, or may protect: see `kvvault.catalog.protecting`. `whole`: not
-    because of single blocks in them, which may be written to another segment."""
-    s, h, p = t.segments.c, t.holds.c, t.hold_segments.c
-    of_all = exists(
-        select(h.hold_no).where(
-            text(protecting.IN_FORCE),
-            or_(
-                and_(h.kind == "tenant", h.target == s.tenant_id),
-                and_(h.kind == "segment", h.target == s.segment_id),
-                _unclear(s.tenant_id),
-            ),
-        )
-    )
-    if whole:
-        return of_all
-    return or_(of_all, exists(select(p.segment_id).where(p.segment_id == s.segment_id)))
-
-
-def _unclear(tenant_id: ColumnElement[bytes] | bytes) -> ColumnElement[bool]:
-    """Damaged holds that may be on something of a tenant."""
-    h = t.holds.c
-    return and_(
-        text(protecting.DAMAGED),
-        or_(
-            func.typeof(h.tenant_id) != "blob",
-            func.length(h.tenant_id) != ID_BYTES,
-            h.tenant_id == tenant_id,
-        ),
-    )
-
-
-def held_segments(connection: Connection) -> set[bytes]:
-    """Ids of the live segments that a hold protects."""
-    s = t.segments.c
-    rows = connection.execute(select(s.segment_id).where(s.state.in_(LIVE), held()))
-    return {blob(row[0], "a segment") for row in rows}
+# -- what may go ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,56 +135,41 @@ class Candidate:
 
 
 def _candidates(
-    connection: Connection, where: ColumnElement[bool], *, whole: bool = False
+    connection: Connection, wheres: Iterable[ColumnElement[bool]], reach: Reach
 ) -> list[Candidate]:
-    rows = operations.list_segments(connection, where)
-    kept = {
-        blob(row[0], "a segment")
-        for row in connection.execute(
-            select(t.segments.c.segment_id).where(where, held(whole=whole))
-        )
-    }
+    every = list(wheres)
+    rows = [row for where in every for row in operations.list_segments(connection, where)]
+    kept = protecting.held_among(connection, every, reach) if rows else set()
     return [Candidate(row.facts, row.facts.segment_id in kept) for row in rows]
+
+
+def live(connection: Connection) -> list[Candidate]:
+    """All live segments."""
+    return _candidates(connection, [t.segments.c.state.in_(LIVE)], Reach.NOW)
 
 
 def expired(connection: Connection, now: float) -> list[Candidate]:
     """Live segments whose time has come."""
-    return _candidates(connection, past_deadline(now))
+    return _candidates(connection, [past_deadline(now)], Reach.NOW)
 
 
 def live_among(
-    connection: Connection, segment_ids: Sequence[bytes], *, whole: bool = False
+    connection: Connection, segment_ids: Sequence[bytes], reach: Reach = Reach.NOW
 ) -> list[Candidate]:
-    """Those of these segments that live. `whole`: as `held`."""
+    """Those of these segments that live."""
     s = t.segments.c
-    return [
-        one
-        for ids in operations.chunks(segment_ids)
-        for one in _candidates(
-            connection, and_(s.segment_id.in_(ids), s.state.in_(LIVE)), whole=whole
-        )
-    ]
+    some = (
+        and_(s.segment_id.in_(ids), s.state.in_(LIVE)) for ids in operations.chunks(segment_ids)
+    )
+    return _candidates(connection, some, reach)
 
 
-def live_of_tenant(connection: Connection, tenant_id: bytes) -> list[Candidate]:
+def live_of_tenant(
+    connection: Connection, tenant_id: bytes, reach: Reach = Reach.NOW
+) -> list[Candidate]:
     """A tenant's live segments."""
     s = t.segments.c
-    return _candidates(connection, and_(s.tenant_id == tenant_id, s.state.in_(LIVE)))
-
-
-def tenant_held(connection: Connection, tenant_id: bytes) -> bool:
-    """Whether a hold on the tenant as such is in force, or on a subject or prompt of it, of which
-    nothing need be there."""
-    h = t.holds.c
-    statement = select(h.hold_no).where(
-        text(protecting.IN_FORCE),
-        or_(
-            and_(h.kind == "tenant", h.target == tenant_id),
-            and_(h.kind.in_(("subject", "prompt")), h.tenant_id == tenant_id),
-            _unclear(tenant_id),
-        ),
-    )
-    return connection.execute(statement).first() is not None
+    return _candidates(connection, [and_(s.tenant_id == tenant_id, s.state.in_(LIVE))], reach)
 
 
 # -- deletions -----------------------------------------------------------------------------------
@@ -261,6 +202,7 @@ def revoke(
     compacting: bool = False,
     about: Mapping[str, Fact] | None = None,
     always: bool = False,
+    protected: bool = False,
 ) -> Revoked:
     """Destroy the wrapped keys of those of these segments that live and that no hold keeps; with
     `expired_by`, only of those whose deadline has come by then. `compacting`: their blocks are
@@ -268,9 +210,10 @@ def revoke(
     well (but for `reason`: somebody's words); with `always` also when nothing was left to go.
 
     :param about: what else the log says of it; keyed ids only.
+    :param protected: `protecting.protect` was called in this transaction.
     """
     s = t.segments.c
-    if not compacting:
+    if not (compacting or protected):
         protecting.protect(connection)
     ids: list[bytes] = []
     blocks = data_bytes = kept = 0
@@ -280,12 +223,14 @@ def revoke(
             where = and_(where, past_deadline(expired_by))
         free = connection.execute(
             select(s.segment_id, s.blocks - operations.revoked_count(), s.block_bytes).where(
-                where, ~held(whole=compacting)
+                where, ~protecting.held(whole=compacting)
             )
         ).all()
         kept += int(
             connection.execute(
-                select(func.count()).select_from(t.segments).where(where, held(whole=compacting))
+                select(func.count())
+                .select_from(t.segments)
+                .where(where, protecting.held(whole=compacting))
             ).scalar_one()
         )
         ids += [blob(row[0], "a segment") for row in free]
@@ -366,9 +311,9 @@ def forget_tenant(
     Deleting the tenant's row alone makes everything of it unreadable: its key is in no other place.
     """
     protecting.protect(connection)
-    found = live_of_tenant(connection, tenant_id)
+    found = live_of_tenant(connection, tenant_id, Reach.NOTED)
     kept = sum(one.held for one in found)
-    if kept or tenant_held(connection, tenant_id):
+    if kept or protecting.tenant_held(connection, tenant_id):
         return Revoked(held=kept, refused=True)
     done = revoke(
         connection,
@@ -379,6 +324,7 @@ def forget_tenant(
         reason=reason,
         about=about,
         always=True,
+        protected=True,
     )
     _forget_targets(connection, tenant_id)
     connection.execute(delete(t.tenants).where(t.tenants.c.tenant_id == tenant_id))

@@ -13,6 +13,7 @@ from kvvault.catalog import operations, retention
 from kvvault.catalog import schema as t
 from kvvault.catalog.database import direct
 from kvvault.catalog.log import Fact
+from kvvault.catalog.protecting import Reach
 from kvvault.catalog.retention import Revoked
 from kvvault.catalog.rows import blob, corrupt
 from kvvault.model import ID_BYTES
@@ -144,7 +145,7 @@ def revoke_blocks(
     `always` also when nothing was left to revoke."""
     free = [
         one.facts
-        for one in retention.live_among(connection, list(places), whole=True)
+        for one in retention.live_among(connection, list(places), Reach.WHOLE)
         if not one.held
     ]
     done = revoked_slots(connection)

@@ -134,8 +134,8 @@ segments = Table(
 )
 """Times are seconds since the epoch, by the vault's own time (`kvvault.timekeeping`).
 
-`policy_no`, `rule`, `retention_class`: under what it was written. `sealed_labels`: the labels it
-was decided by, JSON encrypted under the tenant's key, so that another policy can be asked about it.
+`policy_no`, `rule`, `retention_class` (as granted): under what it was written. `sealed_labels`: the
+labels it was decided by, JSON under the tenant's key, so that another policy can be asked about it.
 `delete_by`: the ceiling; `idle_until`: the sliding deadline, moved by use and never beyond the
 ceiling; NULL: none.
 `keep_until`: the floor against eviction. `granted`: slots for which space was set aside, checked
@@ -217,7 +217,8 @@ hold_segments = Table(
     ),
 )
 """Segments with blocks of subjects or prompts that are held, as of when somebody last looked: a
-hold is placed, or keys are about to be destroyed (`kvvault.catalog.protecting`)."""
+hold is placed, or keys are about to be destroyed. Only to choose by; what is told or done is worked
+out anew (`kvvault.catalog.protecting`)."""
 
 leases = Table(
     "leases",

@@ -23,7 +23,7 @@ def check_promises(health: Health) -> list[Finding]:
         _deadlines(health),
         _jobs(health),
         _vault_time(health),
-        ok("holds", f"{health.holds} in force"),
+        _holds(health),
     ]
 
 
@@ -95,6 +95,18 @@ def _vault_time(health: Health) -> Finding:
             "set the clock, or say that it is right: kvvault clock accept",
         )
     return ok("vault time", "the clock is not suspect")
+
+
+def _holds(health: Health) -> Finding:
+    holds = health.holds
+    if holds.damaged:
+        return fail(
+            "holds",
+            f"{holds.holds} in force, {holds.damaged} of them damaged: what they were on is not "
+            "known, so each keeps all of its tenant, or everything",
+            "see `kvvault hold ls`; place anew what is still needed, then `kvvault hold clear`",
+        )
+    return ok("holds", f"{holds.holds} in force")
 
 
 def _time(seconds: float) -> str:

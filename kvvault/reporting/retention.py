@@ -265,7 +265,7 @@ def _held(source: Source, late: Overdue, names: dict[bytes | None, str]) -> Tabl
         found.append(
             (
                 hold.number,
-                hold.kind.value,
+                hold.on,
                 hold.tenant or names.get(hold.target, "-"),
                 hold.reason,
                 hold.actor,

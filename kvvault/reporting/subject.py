@@ -166,9 +166,13 @@ def _holds(
 ) -> list[Hold]:
     """Those on the subject, on its tenant, and on anything that its prompts have."""
     inside = {number for one in prompts for number in one.holds}
-    targets = {HoldKind.TENANT: tenant_id, HoldKind.SUBJECT: text_id}
+    on_it = (HoldKind.TENANT, tenant_id), (HoldKind.SUBJECT, text_id)
     return [
-        hold for hold in in_force if hold.number in inside or targets.get(hold.kind) == hold.target
+        hold
+        for hold in in_force
+        if hold.number in inside
+        or (hold.kind, hold.target) in on_it
+        or (hold.kind is None and hold.spares(tenant_id))
     ]
 
 
@@ -221,7 +225,7 @@ def _kept_by(holds: Sequence[Hold]) -> Table:
             Column("actor", "by"),
             Column("placed_at", "since", Kind.TIME),
         ),
-        tuple((one.number, one.kind.value, one.reason, one.actor, one.placed_at) for one in holds),
+        tuple((one.number, one.on, one.reason, one.actor, one.placed_at) for one in holds),
     )
 
 

@@ -121,6 +121,7 @@ FIELDS: dict[str, dict[str, set[str]]] = {
             "jobs",
             "clock_suspect",
             "holds",
+            "damaged_holds",
             "healthy",
             "warnings",
         },

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sqlite3
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -107,6 +109,34 @@ def test_what_lives_past_its_deadline_is_red(place: Place, surroundings: Machine
     assert finding(place, surroundings, "deadlines", later)[0] == "ok"  # held: not overdue
     assert status(place)["holds"] == 2
     assert finding(place, surroundings, "holds") == ("ok", "2 in force")
+
+
+def test_a_damaged_hold_is_red_until_it_is_cleared(place: Place, surroundings: Machine) -> None:
+    with Vault.open(place.path, provider=place.key) as vault:
+        for tenant in TENANTS:
+            vault.place_hold(tenant=tenant, reason="a case", actor="counsel")
+    assert (status(place)["holds"], status(place)["damaged_holds"]) == (2, 0)
+    with closing(sqlite3.connect(place.path / "catalog.sqlite3")) as sql, sql:
+        sql.execute("UPDATE holds SET target = x'00' WHERE hold_no = 1")
+    document = status(place, code=3)
+    assert (document["holds"], document["damaged_holds"], document["healthy"]) == (2, 1, False)
+    assert "2 in force, 1 DAMAGED" in run("status", *place.flags).out
+    state, what = finding(place, surroundings, "holds")
+    assert (state, what.startswith("2 in force, 1 of them damaged")) == ("fail", True)
+    listed = run("hold", "ls", *place.flags, "--json").document["holds"]
+    assert [(one["kind"], one["target"], one["tenant"]) for one in listed] == [
+        ("damaged", "", TENANTS[0]),
+        ("tenant", listed[1]["target"], TENANTS[1]),
+    ]
+    assert "damaged" in run("hold", "ls", *place.flags).out
+    for line in (("forget", TENANTS[0]), ("erase", "--tenant", TENANTS[0])):
+        more = ("--reason", "over", "--yes", "--more-than-half", *place.flags)
+        assert run(*line, *more).code == 3
+    assert run("report", "retention", *place.flags).code in (0, 3)
+    cleared = run("hold", "clear", "1", "--reason", "cannot be read", "--yes", *place.flags)
+    assert (cleared.code, status(place)["damaged_holds"]) == (0, 0)
+    assert finding(place, surroundings, "holds") == ("ok", "1 in force")
+    assert "damaged" in run("hold", "ls", "--all", *place.flags).out
 
 
 def test_a_failing_job_is_red(place: Place, surroundings: Machine) -> None:

@@ -167,6 +167,44 @@ def test_labels_and_class_are_asked_about_again(timed: TimedHome) -> None:
         ]
 
 
+def test_a_class_that_was_granted_is_remembered_and_one_asked_for_in_vain_is_not(
+    timed: TimedHome,
+) -> None:
+    """What `docs/policies.md` says of it. Asked for in vain: there is none of that name, or it is
+    for others."""
+    timed.first = policy(
+        "class: short, delete_by: 2h",
+        "match: {tenant: bob}, class: others, delete_by: 2h",
+        "delete_by: 24h",
+    )
+    with timed.create() as vault:
+        for n, asked in enumerate((None, "brief", "others", "short")):
+            put(vault, place(vault, retention_class=asked), keys(1, n))
+        assert {facts.retention_class: facts.blocks for facts in live(vault).values()} == {
+            "": 3,  # one segment of all that got the same
+            "short": 1,
+        }
+        new = policy(
+            "class: short, delete_by: 1h",
+            "class: brief, delete_by: 1h",
+            "class: others, delete_by: 1h",
+            "delete_by: 20h",
+        )
+        without, given = policy("delete_by: 12h"), timed.clock.now()
+        for applied, base, short in ((new, 20, 1), (without, 12, 12), (new, 20, 1)):
+            vault.apply_policy(applied, actor="test")
+            assert {facts.retention_class: facts.delete_by for facts in live(vault).values()} == {
+                "": given + base * HOUR,
+                "short": given + short * HOUR,
+            }
+        for n, asked in enumerate(
+            ("brief", "others")
+        ):  # the control: asked for now, they are given
+            put(vault, place(vault, retention_class=asked), keys(1, 10 + n))
+            [mine] = [f for f in live(vault).values() if f.retention_class == asked]
+            assert mine.delete_by == given + HOUR
+
+
 def test_use_that_only_the_sliding_deadline_shows_is_not_forgotten(timed: TimedHome) -> None:
     """Blocks that were written again carry the deadline they had, and no use of their own."""
     timed.first = policy("delete_by: 24h, idle: 1h")

@@ -9,7 +9,6 @@ import pytest
 from kvvault.crypto.providers import EphemeralProvider
 from kvvault.deleting import Trigger
 from kvvault.errors import (
-    CatalogCorruptError,
     ClosedError,
     HeldError,
     KeyUnavailableError,
@@ -324,6 +323,7 @@ class TestListing:
         cleared, _ = vault.holds(cleared=True)
         assert not cleared.in_force
         assert (cleared.cleared_by, cleared.cleared_reason) == ("counsel", "case closed")
+        assert first.placed_at is not None
         assert cleared.cleared_at == first.placed_at + 60
 
     def test_no_name_stands_in_the_catalog(self, home: Home, vault: Vault) -> None:
@@ -358,12 +358,12 @@ class TestListing:
     @pytest.mark.parametrize(
         ("column", "value"), [("target", 7), ("kind", "planet"), ("placed_at", "noon")]
     )
-    def test_a_damaged_row_is_damage(
+    def test_a_damaged_row_is_listed_as_that(
         self, home: Home, vault: Vault, clock: ManualClock, alice: Scope, column: str, value: object
     ) -> None:
         hold(vault, tenant="alice")
         vault.close()
         with home.sql() as sql:
             sql.execute(f"UPDATE holds SET {column}=?", (value,))  # noqa: S608 - a name from above
-        with reopen(home, clock) as again, pytest.raises(CatalogCorruptError):
-            again.holds()
+        with reopen(home, clock) as again:
+            assert [one.kind for one in again.holds()] == [None]

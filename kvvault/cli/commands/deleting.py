@@ -234,7 +234,7 @@ def forget_tenant(
         job = _Deletion.of(run, vault, _tenant_plan(vault, tenant))
         # A segment's is in the plan; one on a subject or prompt counts also without any data.
         holds = sum(
-            hold.tenant_id == job.plan.tenant_id and hold.kind.value != "segment"
+            job.plan.tenant_id is not None and hold.spares(job.plan.tenant_id)
             for hold in vault.holds()
         )
     job.refused = bool(holds or job.plan.held)

@@ -209,8 +209,8 @@ def hold_ls(
 def _row(hold: Hold) -> list[Cell]:
     return [
         Cell(str(hold.number), right=True),
-        Cell(hold.kind.value),
-        Cell(hold.target.hex()),
+        Cell(hold.on),
+        Cell(hold.target.hex() or "-"),
         Cell(hold.tenant or "-"),
         Cell(str(hold.segments), right=True),
         Cell(human_bytes(hold.data_bytes), right=True),
@@ -223,7 +223,7 @@ def _row(hold: Hold) -> list[Cell]:
 def _json(hold: Hold) -> dict[str, object]:
     return {
         "number": hold.number,
-        "kind": hold.kind.value,
+        "kind": hold.on,
         "target": hold.target.hex(),
         "tenant": hold.tenant,
         "reason": hold.reason,

@@ -202,7 +202,8 @@ def _health(health: Health) -> dict[str, object]:
             "failing": [status.name for status in health.jobs if status.failing],
         },
         "clock_suspect": health.clock_suspect,
-        "holds": health.holds,
+        "holds": health.holds.holds,
+        "damaged_holds": health.holds.damaged,
         "healthy": not health.problems,
     }
 
@@ -212,13 +213,14 @@ def _health_words(health: Health) -> list[tuple[str, str]]:
     cap = "no cap" if space.limits.cap_bytes is None else f"cap {_size(space.limits.cap_bytes)}"
     free = f"{_size(space.around.free_bytes)} free, floor {_size(space.limits.free_floor_bytes)}"
     sick = [status.name for status in health.jobs if not status.healthy]
+    damaged = f", {health.holds.damaged} DAMAGED" if health.holds.damaged else ""
     return [
         ("policy", f"{policy.number}: {_name(policy)}"),
         ("space", f"{_size(space.used_bytes)} used, {cap}; {free}"),
         ("deadline", f"next {iso_time(deadlines.following) or '-'}, overdue {deadlines.overdue}"),
         ("jobs", f"NOT WELL: {', '.join(sick)}" if sick else f"all {len(health.jobs)} well"),
         ("clock", "SUSPECT" if health.clock_suspect else "not suspect"),
-        ("holds", f"{health.holds} in force"),
+        ("holds", f"{health.holds.holds} in force{damaged}"),
     ]
 
 
