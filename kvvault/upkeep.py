@@ -39,7 +39,7 @@ __all__ = ["jobs_of", "scheduler_of"]
 
 _MINUTE_S: Final = 60.0
 _EXPIRE_POLL_S: Final = 0.25
-"""How late a deadline is noticed at most."""
+"""How often it is looked whether a deadline has come."""
 
 
 def jobs_of(vault: Vault) -> tuple[Job, ...]:

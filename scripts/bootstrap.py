@@ -215,6 +215,9 @@ def make_vllm(venv: Path) -> None:
     extra = ["--extra-index-url", index] if index else []
     have = installed_torch(venv).split("+")[0] == TORCH
     # The CPU build is a tenth of the CUDA build, which is what the public index has.
+    if not have:
+        say("Asking pip for torch's CPU build first. Where pip knows none, the next lines end in a")
+        say("red ERROR (ResolutionImpossible or the like): no failure, it goes on after that.")
     if not have and not pip(venv, *extra, "--no-deps", f"torch=={TORCH}+cpu"):
         say(f"pip knows no CPU build of torch {TORCH} (that is the error above).")
         say("Taking the public index's CUDA build: works too, but ~3 GB more to download.")

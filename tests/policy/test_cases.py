@@ -204,6 +204,16 @@ def test_a_directory_without_tests_is_an_error(tmp_path: Path) -> None:
         list(cases.run_directory(tmp_path))
 
 
+def test_a_policy_is_no_file_of_its_tests(tmp_path: Path) -> None:
+    policy, tests = tmp_path / "mine.yaml", tmp_path / "mine.test.yaml"
+    policy.write_text(source(REST))
+    tests.write_text("cases:\n  - name: all\n    tenant: a\n    expect: {rule: rest}\n")
+    with pytest.raises(PolicyError, match=r"names end in \.test\.yaml") as caught:
+        list(cases.run_directory(policy))
+    assert "NAME.test.yaml" in str(caught.value.hint)
+    assert [outcome.passed for outcome in cases.run_directory(tests)] == [True]
+
+
 def test_the_last_shipped_rule_is_for_everything() -> None:
     for name in SHIPPED:
         last = shipped.load(name).rules[-1]

@@ -15,7 +15,7 @@ Use it by name, which the plugin registers, or by module path::
          "spec_module_path": "kvvault.integrations.vllm.spec",
          "cpu_bytes_to_use": 4294967296,
          "canonical_layout": true,
-         "secondary_tiers": [{"type": "kvvault", "vault": "/var/lib/kvvault"}]}}
+         "secondary_tiers": [{"type": "kvvault", "vault": "/srv/kv"}]}}
 """
 
 from __future__ import annotations

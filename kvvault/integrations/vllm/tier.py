@@ -2,7 +2,7 @@
 
 Configured as one of the ``secondary_tiers`` of ``kv_connector_extra_config``::
 
-    {"type": "kvvault", "vault": "/var/lib/kvvault", "default_tenant": "default"}
+    {"type": "kvvault", "vault": "/srv/kv", "default_tenant": "default"}
 
 (``{"type": "KvvaultTier", "module_path": "kvvault.integrations.vllm.tier", ...}`` where plugins are
 switched off). All settings: `TierSettings`.
