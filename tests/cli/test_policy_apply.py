@@ -116,6 +116,28 @@ def test_on_a_terminal_it_asks(place: Place, file: Path, answer: str, code: int,
     assert len(described(place)) == left
 
 
+def test_more_than_half_needs_to_be_said(place: Place, file: Path) -> None:
+    file.write_text(file.read_text().replace("delete_by: 1h", "persist: false"))
+    planned = run("policy", "apply", file, *place.flags, "--dry-run", "--json").document
+    assert planned["delete"]["segments"] == 2
+    for flags in (["--yes"], ["--yes", "--json"]):
+        refused = run("policy", "apply", file, *place.flags, *flags)
+        assert refused.code == 2
+        assert "--more-than-half" in refused.err + refused.out
+    assert len(described(place)) == 2
+    assert run("status", *place.flags, "--json").document["policy"]["number"] == 1
+    assert run("policy", "apply", file, *place.flags, "--yes", "--more-than-half").code == 0
+    assert not described(place)
+
+
+def test_what_would_live_longer_is_in_the_question(place: Place, file: Path) -> None:
+    file.write_text(file.read_text().replace("delete_by: 1h", "delete_by: 40d"))
+    asked = at_a_terminal("n", "policy", "apply", str(file), *place.flags)
+    assert "and keep 1 segment, 6 blocks (24.0 KiB) longer than" in asked.err
+    assert asked.code == 130
+    assert len(described(place)) == 2
+
+
 def test_an_engine_that_is_at_work_follows(place: Place, file: Path) -> None:
     with Vault.open(place.path, provider=place.key) as engine:
         scopes = [engine.scope(tenant, NAMESPACE) for tenant in TENANTS]

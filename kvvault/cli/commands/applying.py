@@ -15,6 +15,7 @@ from kvvault.cli.commands.deleting import (
     open_to_change,
     open_to_plan,
 )
+from kvvault.cli.commands.limits import MORE_THAN_HALF, live_bytes, refuse_mass_deletion
 from kvvault.cli.formats import Cell, human_bytes, iso_time, path_text, plural
 from kvvault.cli.run import Run, command
 
@@ -55,19 +56,26 @@ def diff(run: Run, file: _FILE) -> int | None:
 
 
 def apply(
-    run: Run, file: _FILE, actor: ACTOR = None, dry_run: DRY_RUN = False, yes: YES = False
+    run: Run,
+    file: _FILE,
+    actor: ACTOR = None,
+    more_than_half: MORE_THAN_HALF = False,
+    dry_run: DRY_RUN = False,
+    yes: YES = False,
 ) -> int | None:
     """Put a policy in force, for what is in the vault already and for what comes.
 
     Deadlines move at once, and what the policy does not allow is deleted, but for what a hold
     keeps. Every process that has the vault open goes by it from its next store and load on.
     """
+    from kvvault.applying import Change
     from kvvault.policy import shipped
 
     policy = shipped.find(file)
     who = actor_name(actor)
     with open_to_plan(run) as vault:
         planned = vault.diff_policy(policy)
+        lives = live_bytes(vault)
     if dry_run:
         if run.output.json:
             run.output.document({**_document(run, planned), **_done(None)})
@@ -76,6 +84,7 @@ def apply(
         return None
     if not run.output.json:
         _show(run, planned)
+    refuse_mass_deletion(planned.sum(Change.DELETE), lives, allowed=more_than_half)
     run.output.confirm(_question(planned), yes=yes)
     with open_to_change(run) as vault:
         done, report = vault.apply_policy(policy, actor=who)
@@ -100,9 +109,12 @@ def apply(
 def _question(diff: PolicyDiff) -> str:
     from kvvault.applying import Change
 
-    gone = diff.sum(Change.DELETE)
-    what = _words(gone.segments, gone.blocks, gone.data_bytes)
-    return f"Put {diff.new.name} in force, and delete {what}?"
+    gone, longer = diff.sum(Change.DELETE), diff.sum(Change.LENGTHEN)
+    what = f"delete {_words(gone.segments, gone.blocks, gone.data_bytes)}"
+    if longer.segments:
+        kept = _words(longer.segments, longer.blocks, longer.data_bytes)
+        what += f", and keep {kept} longer than was said when they were stored"
+    return f"Put {diff.new.name} in force, and {what}?"
 
 
 def _words(segments: int, blocks: int, data_bytes: int) -> str:

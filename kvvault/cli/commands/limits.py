@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Protocol
 
 import typer
 
@@ -12,7 +12,6 @@ from kvvault.errors import UsageError
 
 if TYPE_CHECKING:
     from kvvault.audit.receipts import EngineCopy
-    from kvvault.deleting import DeletionPlan
     from kvvault.vault import Vault
 
 __all__ = [
@@ -62,11 +61,18 @@ def live_bytes(vault: Vault) -> int:
     return sum(facts.live_bytes for facts in vault.segments() if facts.state.live)
 
 
-def is_more_than_half(plan: DeletionPlan, of_bytes: int) -> bool:
+class Going(Protocol):
+    """What would be deleted."""
+
+    @property
+    def data_bytes(self) -> int: ...
+
+
+def is_more_than_half(plan: Going, of_bytes: int) -> bool:
     return 2 * plan.data_bytes > of_bytes
 
 
-def refuse_mass_deletion(plan: DeletionPlan, of_bytes: int, *, allowed: bool) -> None:
+def refuse_mass_deletion(plan: Going, of_bytes: int, *, allowed: bool) -> None:
     """
     :raises UsageError: more than half of what lives would go, and nobody said that this is meant.
     """
