@@ -30,7 +30,6 @@ from kvvault.deleting import (
     Particulars,
     Targets,
     Trigger,
-    is_full,
 )
 from kvvault.errors import KvvaultError, StorageError
 from kvvault.model import SegmentFacts
@@ -161,7 +160,7 @@ class BlockEraser:
         try:
             decision, done = self._catalog.write(write)
         except StorageError as exc:
-            if not is_full(exc):
+            if not exc.full:
                 raise
             # A full disk must not keep what is to be erased: it makes the room to write it down.
             self._eraser.make_room(self._catalog.read(decide).plan)
