@@ -378,8 +378,7 @@ class _Opening:
         with fence.exclusive(_IN_USE, timeout=0.0):
             layout.remove_catalog(path)
         vault_id = self.descriptor.vault_id
-        ring, lookup = KeyRing.create(self.provider, vault_id, self.clock)
-        catalog = Catalog.open(path, create=True)
+        catalog = Catalog.open(path, create=True)  # first: where it finds no room, no key is made
 
         def write(connection: Connection) -> None:
             operations.put_meta(connection, "vault_id", vault_id)
@@ -390,6 +389,7 @@ class _Opening:
             )
 
         try:
+            ring, lookup = KeyRing.create(self.provider, vault_id, self.clock)
             catalog.write(write)
         except BaseException:
             catalog.close()

@@ -87,7 +87,30 @@ def goes_on(place: Path) -> None:
     catalog.close()
 
 
-@pytest.mark.parametrize("what", [deletes, goes_on])
+def makes_no_keys(place: Path) -> None:
+    """What cannot be written down makes no root keys: a provider's place may be small."""
+    home = Home(place / "vault", options=SMALL)
+    with home.create() as vault:
+        put(vault, vault.scope("alice", namespace()), keys(4))
+        assert vault.delete_segments([facts.segment_id for facts in vault.segments()]) == 1
+        assert vault.catalog.empty_log()
+        before = home.provider.epochs()
+        with limited(4096):
+            for _ in range(3):
+                with pytest.raises(StorageError):
+                    vault.purge()
+            assert home.provider.epochs() == before
+            other = Home(place / "other", options=SMALL)
+            for _ in range(3):
+                with pytest.raises(StorageError):
+                    other.create() if not other.path.exists() else other.open()
+            assert other.provider.epochs() == []
+        assert vault.purge().deletions == 1
+        assert len(home.provider.epochs()) == 1
+        assert home.provider.epochs() != before
+
+
+@pytest.mark.parametrize("what", [deletes, goes_on, makes_no_keys])
 def test_a_catalog_at_a_limit_is_a_full_one(tmp_path: Path, what: object) -> None:
     alone(getattr(what, "__name__", ""), tmp_path)
 
@@ -109,4 +132,4 @@ def test_a_broken_catalog_is_no_full_one(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"deletes": deletes, "goes_on": goes_on}[sys.argv[1]](Path(sys.argv[2]))
+    globals()[sys.argv[1]](Path(sys.argv[2]))
