@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +37,35 @@ def timed(home: Home) -> TimedHome:
     return TimedHome(home.path, first=policy("delete_by: 1h", clock_jump="10m"))
 
 
+MAY_SHIFT = (
+    subprocess.run(
+        ["unshare", "--time", "--boottime", "5000", "true"], capture_output=True, check=False
+    ).returncode
+    == 0
+)
+
+
 # -- one process ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not MAY_SHIFT, reason="only who may make time namespaces can shift a clock")
+def test_the_machines_clock_goes_on_while_the_machine_sleeps() -> None:
+    """A machine that slept has the two clocks apart, as a namespace for times can have."""
+    script = (
+        "import time; from kvvault.model import SystemClock\n"
+        "print(SystemClock().monotonic() - time.monotonic(), "
+        "time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic())"
+    )
+    done = subprocess.run(
+        ["unshare", "--time", "--boottime", "5000", sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    ours, boottime = map(float, done.stdout.split())
+    assert boottime > 4000  # the control: they are apart
+    assert abs(ours - boottime) < 1
 
 
 def test_a_new_vault_goes_by_the_wall_clock(clock: ManualClock, time: VaultTime) -> None:
