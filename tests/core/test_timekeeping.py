@@ -329,3 +329,25 @@ def test_a_policy_decides_what_is_a_jump(home: Home) -> None:
         timed.clock.set_wall(START + 2 * HOUR)
         assert not vault.time.suspect
         assert vault.expire().blocks == 1
+
+
+def test_all_that_is_written_down_is_by_the_vaults_own_time(home: Home, clock: ManualClock) -> None:
+    """With a clock far ahead nothing is dated by it; also what is new."""
+    with Vault.create(home.path, provider=home.provider, clock=clock) as vault:
+        put(vault, vault.scope("alice", namespace()), keys(1))
+        clock.advance(10)
+        clock.set_wall(START + 365 * 24 * HOUR)
+        assert vault.time.suspect
+        other = namespace(model="another")
+        put(vault, vault.scope("bob", other), keys(1))
+        vault.place_hold(tenant="bob", reason="a case", actor="somebody")
+        times = [entry.at for entry in vault.audit.tail(100)]
+        assert times == sorted(times)
+        assert times[-1] <= START + 20
+        assert [facts.created_at <= START + 20 for facts in vault.tenants()] == [True] * 2
+        assert [facts.created_at <= START + 20 for facts in vault.namespaces()] == [True] * 2
+    with Vault.open(home.path, provider=home.provider, clock=clock) as again:
+        put(again, again.scope("carol", namespace()), keys(1))
+        times = [entry.at for entry in again.audit.tail(100)]
+        assert times == sorted(times)
+        assert times[-1] <= START + 40
