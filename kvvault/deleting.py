@@ -11,7 +11,6 @@ raw disk and the current root key ends with the next purge.
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -345,7 +344,7 @@ class Eraser:
         try:
             done = self._catalog.write(revoke)
         except StorageError as exc:
-            if not is_full(exc):
+            if not exc.full:
                 raise
             # A full disk must not keep what is to be erased: it makes the room to write it down.
             # If that fails again, the blocks are gone and the next to open the vault notes it.
@@ -487,11 +486,6 @@ class Eraser:
                 log.error("the file of a deleted segment stays: %s", exc)
                 kept.add(segment_id)
         return kept
-
-
-def is_full(error: StorageError) -> bool:
-    """Whether it was for want of space."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _held(segments: int) -> HeldError:

@@ -30,7 +30,6 @@ from kvvault.deleting import (
     Particulars,
     Targets,
     Trigger,
-    is_full,
 )
 from kvvault.errors import KvvaultError, StorageError
 from kvvault.model import SegmentFacts
@@ -170,7 +169,7 @@ class BlockEraser:
         try:
             decision, done = self._catalog.write(write)
         except StorageError as exc:
-            if not is_full(exc):
+            if not exc.full:
                 raise
             # A full disk must not keep what is to be erased: it makes the room to write it down.
             self._eraser.make_room(self._catalog.read(decide).plan)
@@ -253,7 +252,7 @@ class BlockEraser:
             wanted = set(stay.values())
             into.update(one for one, members in copies.items() if members.keys() & wanted)
             self._rewriter.sync(into)
-            if self._destroy(plan, segment_id, revoked):
+            if self._destroy(plan, segment_id, revoked, into):
                 return True
         return False
 
@@ -299,12 +298,22 @@ class BlockEraser:
 
             self._revoke(decide, "kvvault", "revoked while they were copied")
 
-    def _destroy(self, plan: DeletionPlan, segment_id: bytes, revoked: Mapping[int, bytes]) -> bool:
-        """Destroy a segment's key, unless more of it has been revoked."""
+    def _destroy(
+        self,
+        plan: DeletionPlan,
+        segment_id: bytes,
+        revoked: Mapping[int, bytes],
+        into: Collection[bytes],
+    ) -> bool:
+        """Destroy a segment's key, unless more of it has been revoked, or what was copied is gone
+        (its next sync may fail, and that takes it)."""
+
+        def stays(connection: Connection) -> bool:
+            if revoking.revoked_of(connection, segment_id) != revoked:
+                return True
+            return len(retention.live_among(connection, list(into))) < len(into)
+
         done = self._eraser.execute(
-            plan,
-            actor="kvvault",
-            reason="single blocks of it were revoked",
-            unless=lambda connection: revoking.revoked_of(connection, segment_id) != revoked,
+            plan, actor="kvvault", reason="single blocks of it were revoked", unless=stays
         )
         return done.segments > 0

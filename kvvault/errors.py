@@ -42,9 +42,11 @@ Misuse by a programmer (a buffer of the wrong length, a negative time-out) raise
 
 from __future__ import annotations
 
-from typing import ClassVar
+import errno as numbers
+from typing import ClassVar, Final
 
 __all__ = [
+    "NO_ROOM",
     "CatalogCorruptError",
     "CatalogError",
     "ClosedError",
@@ -69,6 +71,9 @@ __all__ = [
     "VaultNotFoundError",
     "WrongKeyError",
 ]
+
+NO_ROOM: Final = frozenset({numbers.ENOSPC, numbers.EDQUOT, numbers.EFBIG})
+"""What the system says for want of space: of the disk, of a quota, or of a limit on files."""
 
 
 def _one_line(text: str) -> str:
@@ -167,6 +172,11 @@ class StorageError(KvvaultError):
     def __init__(self, message: str, *, hint: str, errno: int | None = None) -> None:
         super().__init__(message, hint=hint)
         self.errno: int | None = errno
+
+    @property
+    def full(self) -> bool:
+        """Whether it was for want of space."""
+        return self.errno in NO_ROOM
 
 
 class FormatError(KvvaultError):

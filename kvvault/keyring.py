@@ -152,7 +152,7 @@ class KeyRing:
         """
         return self._lookup.open_policy(sealed)
 
-    def create_tenant(self, name: str, epoch: str) -> tuple[TenantRow, TenantKeys]:
+    def create_tenant(self, name: str, epoch: str, now: float) -> tuple[TenantRow, TenantKeys]:
         """New keys for a new tenant, under the root epoch that is in force; nothing is remembered
         until `adopt`."""
         tenant_id = random_id()
@@ -164,7 +164,7 @@ class KeyRing:
             wrapped_key=wrapped.tenant_key,
             wrapped_index_key=wrapped.index_key,
             sealed_name=opened.seal_text(NAME_LABEL, name),
-            created_at=self._clock.now(),
+            created_at=now,
         )
         return row, opened
 

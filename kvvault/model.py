@@ -51,8 +51,13 @@ class Clock(Protocol):
         ...
 
     def monotonic(self) -> float:
-        """A clock that never goes back, seconds from an arbitrary origin; for time limits."""
+        """A clock that never goes back and does not stand still while the machine sleeps, seconds
+        from an arbitrary origin."""
         ...
+
+
+_UNSTOPPED = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""Linux has it; where it is missing, CLOCK_MONOTONIC is what there is."""
 
 
 class SystemClock:
@@ -62,7 +67,8 @@ class SystemClock:
         return time.time()
 
     def monotonic(self) -> float:
-        return time.monotonic()
+        # CLOCK_MONOTONIC stands still in suspend: deadlines would be late by as long.
+        return time.clock_gettime(_UNSTOPPED)
 
 
 class Guard(Protocol):

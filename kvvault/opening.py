@@ -378,18 +378,17 @@ class _Opening:
         with fence.exclusive(_IN_USE, timeout=0.0):
             layout.remove_catalog(path)
         vault_id = self.descriptor.vault_id
-        ring, lookup = KeyRing.create(self.provider, vault_id, self.clock)
-        catalog = Catalog.open(path, create=True)
+        catalog = Catalog.open(path, create=True)  # first: where it finds no room, no key is made
 
         def write(connection: Connection) -> None:
             operations.put_meta(connection, "vault_id", vault_id)
             operations.put_meta(connection, "root_epoch", lookup.epoch.encode())
             operations.put_meta(connection, "lookup_key", lookup.key)
-            audit_log.append(
-                connection, "vault-created", self.clock.now(), {"root_key": lookup.epoch}
-            )
+            now = self._time_in(connection)
+            audit_log.append(connection, "vault-created", now, {"root_key": lookup.epoch})
 
         try:
+            ring, lookup = KeyRing.create(self.provider, vault_id, self.clock)
             catalog.write(write)
         except BaseException:
             catalog.close()
@@ -399,7 +398,12 @@ class _Opening:
     def _note_signing_key(self, connection: Connection, public_key: bytes) -> None:
         origin = origin_of(self.descriptor.vault_id)
         facts = {"public_key": VerifierKey(origin, public_key).text}
-        audit_log.append(connection, "signing-key-made", self.clock.now(), facts)
+        audit_log.append(connection, "signing-key-made", self._time_in(connection), facts)
+
+    def _time_in(self, connection: Connection) -> float:
+        """The vault's own time where there is no policy yet that says which jump is plausible: none
+        is. In a new vault, the clock's."""
+        return VaultTime(self.clock, retention.get_mark(connection), 0.0).steady()
 
     def _ensure_policy(self, catalog: Catalog, governor: Governor, policy: Policy | None) -> bool:
         """A vault is never without one: a new one starts with `policy` or the shipped default, one
@@ -407,8 +411,9 @@ class _Opening:
         if catalog.read(retention.current_policy) is not None:
             return False
         first = policy or shipped.load("default")
-        now = self.clock.now()
-        catalog.write(lambda c: governor.put_in_force(c, first, now=now, actor="kvvault"))
+        catalog.write(
+            lambda c: governor.put_in_force(c, first, now=self._time_in(c), actor="kvvault")
+        )
         return any(row.facts.state.live for row in catalog.read(operations.list_segments))
 
 

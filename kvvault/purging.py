@@ -36,7 +36,7 @@ from sqlalchemy import Connection
 
 from kvvault.audit.receipts import AUTOMATIC, TECHNICAL, Issuer
 from kvvault.catalog import log as audit_log
-from kvvault.catalog import operations
+from kvvault.catalog import operations, retention
 from kvvault.catalog import purging as rows
 from kvvault.catalog.catalog import Catalog
 from kvvault.catalog.log import Fact
@@ -133,6 +133,8 @@ class Purger:
         self._clock = clock
         self._options = options
         self._issuer = issuer
+        self._made: str | None = None
+        """An epoch that is not known to be in force; guarded by `_LOCK`."""
 
     def run(self) -> PurgeReport:
         """Finish a purge that was interrupted, if there is one, then purge.
@@ -179,9 +181,9 @@ class Purger:
                 hint="move catalog.sqlite3* away; the vault then starts empty",
             )
         assurance = self._provider.describe().assurance
-        # Should anything fail from here to the commit, an epoch is left that nobody uses. It is not
-        # destroyed: whether a commit that failed took effect is not always known.
-        epoch = self._provider.create_epoch()
+        # A catalog that takes nothing now (a full disk) says so before a key is made.
+        self._catalog.write(partial(retention.raise_mark, time=self._time.steady()))
+        epoch = self._new_epoch(old)
         lookup = rewrap.rewrap_lookup(
             self._provider, WrappedLookup(old.epoch, old.lookup_key), epoch, self._vault_id
         )
@@ -190,7 +192,7 @@ class Purger:
             signing = rewrap.rewrap_signing(
                 self._provider, old.epoch, signing, epoch, self._vault_id
             )
-        return self._catalog.write(
+        begun = self._catalog.write(
             partial(
                 rows.begin,
                 old=old,
@@ -199,6 +201,16 @@ class Purger:
                 now=self._time.steady(),
             )
         )
+        self._made = None
+        return begun
+
+    def _new_epoch(self, old: Root) -> str:
+        """A new root key: that of an attempt that failed, else the attempts would fill the provider
+        (the kernel keeps 200 keys for a user). It is not destroyed instead: a commit that failed
+        may still take effect, when SQLite next reads its log from the beginning."""
+        if self._made in (None, old.epoch) or self._made not in self._provider.epochs():
+            self._made = self._provider.create_epoch()
+        return self._made
 
     def _complete(self, purge: PurgeRow) -> PurgeReport:
         carried = _Carried()

@@ -167,10 +167,11 @@ class Rewriter:
         """Make copies as durable as what they were made of will be gone.
 
         Raises:
-            StorageError: they are not.
+            StorageError: they are not; those of which that is so are given up, and made anew by the
+                next attempt.
         """
         if segment_ids:
-            self._view.sync(segment_ids)
+            self._writer.sealer.sync(self._view.files(segment_ids))
 
     def save(self, row: SegmentRow, slots: Sequence[int]) -> Saved | None:
         """Read blocks into memory, as far as they are authentic; None when none is known."""

@@ -51,8 +51,10 @@ def tenant_keys(catalog: Catalog, ring: KeyRing, name: str) -> TenantKeys | None
     return with_current(find, lambda row: None if row is None else ring.named(row, name))
 
 
-def keys_to_store(catalog: Catalog, ring: KeyRing, name: str, *, make: bool) -> TenantKeys:
-    """The same, of a tenant that is made when it is new; with `make`.
+def keys_to_store(
+    catalog: Catalog, ring: KeyRing, name: str, now: float, *, make: bool
+) -> TenantKeys:
+    """The same, of a tenant that is made (`now`) when it is new; with `make`.
 
     Raises:
         UsageError: there is none, and none is to be made.
@@ -64,7 +66,7 @@ def keys_to_store(catalog: Catalog, ring: KeyRing, name: str, *, make: bool) -> 
     def find() -> TenantRow:
         row = catalog.read(lambda c: operations.find_tenant(c, name_id))
         if row is None and make:
-            row = _make(catalog, ring, name)
+            row = _make(catalog, ring, name, now)
         if row is None:
             raise unknown_tenant()
         return row
@@ -72,19 +74,19 @@ def keys_to_store(catalog: Catalog, ring: KeyRing, name: str, *, make: bool) -> 
     return with_current(find, lambda row: ring.named(row, name))
 
 
-def _make(catalog: Catalog, ring: KeyRing, name: str) -> TenantRow:
+def _make(catalog: Catalog, ring: KeyRing, name: str, now: float) -> TenantRow:
     def add(root: purging.Root | None) -> TenantRow:
         if root is None:
             raise CatalogCorruptError(
                 "the catalog is not complete", hint="close the vault and open it again"
             )
-        made, opened = ring.create_tenant(name, root.epoch)
+        made, opened = ring.create_tenant(name, root.epoch, now)
 
         def write(connection: Connection) -> TenantRow:
             kept = purging.add_tenant(connection, made)
             if kept is made:
                 facts = {"tenant": opened.log_id("tenant")}
-                log.append(connection, "tenant-key-made", made.created_at, facts)
+                log.append(connection, "tenant-key-made", now, facts)
             return kept
 
         try:

@@ -147,10 +147,10 @@ class Vault(OpenVault):
             raise UsageError(
                 "blocks of that size are not supported", hint=f"at most {MAX_BLOCK_BYTES} bytes"
             )
-        if not self.read_only:
-            now = self._parts.clock.now()
+        now, make = self._time.steady(), not self.read_only
+        if make:
             self._catalog.write(lambda c: operations.add_namespace(c, namespace, now))
-        keys = tenants.keys_to_store(self._catalog, self._ring, tenant, make=not self.read_only)
+        keys = tenants.keys_to_store(self._catalog, self._ring, tenant, now, make=make)
         return Scope(tenant, keys, namespace, labels or {}, retention_class)
 
     def contains(self, scope: Scope, keys: Sequence[bytes]) -> list[bool]:

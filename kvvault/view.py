@@ -274,24 +274,24 @@ class View:
                 self._files.popitem(last=False)
         return file
 
-    def sync(self, segment_ids: Iterable[bytes]) -> None:
-        """Make the bytes of live segments durable, whoever wrote them. Takes as long as the disk
-        likes.
+    def files(self, segment_ids: Iterable[bytes]) -> dict[bytes, SegmentFile]:
+        """The files of live segments.
 
         Raises:
-            StorageError: not all are; whoever wrote them learns of it at his own sync, too.
+            StorageError: one is gone, or cannot be opened.
         """
+        found: dict[bytes, SegmentFile] = {}
         for segment_id in segment_ids:
             segment = self.segment_by_id(segment_id)
             try:
                 if segment is None:
                     raise FileNotFoundError
-                self.file(segment).sync()
+                found[segment_id] = self.file(segment)
             except FileNotFoundError:
                 raise StorageError(
                     "a segment is gone that was just written to", hint="try again"
                 ) from None
-        self._directory.sync()
+        return found
 
     def discard(self, block_id: bytes, location: Location) -> None:
         """Forget a block that did not authenticate or whose bytes are missing."""

@@ -119,7 +119,7 @@ class Writer:
         self._local = threading.local()
         self._turns = cipher_turns()
         self._growing: dict[_ScopeKey, _Growing] = {}
-        self._sealer = Sealer(catalog, directory, options)
+        self.sealer = Sealer(catalog, directory, options, time)
         self._wanted: queue.SimpleQueue[Destination | None] = queue.SimpleQueue()
         self._spares_coming: set[_ScopeKey] = set()
         self._spare_maker = threading.Thread(
@@ -409,7 +409,7 @@ class Writer:
     def _seal(self, segments: Sequence[OpenSegment]) -> None:
         for segment in segments:
             self._keys.pop(segment.place.segment_id, None)
-            self._sealer.seal(segment)
+            self.sealer.seal(segment)
 
     def close_windows(self) -> None:
         """Seal the segments that take no more blocks because their time for it is over."""
@@ -552,4 +552,4 @@ class Writer:
             self._none_works.wait_for(lambda: not self._working, self._options.lock_timeout_s)
             idle = list(self._idle.values())
             self._idle.clear()
-        self._sealer.close(idle)
+        self.sealer.close(idle)

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import os
 import sqlite3
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ from sqlalchemy.exc import DBAPIError, NoSuchColumnError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 from kvvault.errors import (
+    NO_ROOM,
     CatalogCorruptError,
     CatalogError,
     KvvaultError,
@@ -40,6 +42,9 @@ except ImportError:
     _driver = sqlite3
 
 WAL_SAFE_SINCE = (3, 51, 3)
+
+_GROWTH = 32 << 10
+"""By how much SQLite extends a file at once, at most: its ``-shm`` file."""
 
 BUSY_TIMEOUT_S = 10.0
 """How long a transaction waits for another process's. Group commits take milliseconds."""
@@ -246,8 +251,9 @@ def create_file(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def translated_errors(doing: str) -> Iterator[None]:
-    """Turn SQLAlchemy's errors into ours. Never passes SQL or parameters on: they hold keys.
+def translated_errors(doing: str, path: Path | None = None) -> Iterator[None]:
+    """Turn SQLAlchemy's errors into ours. Never passes SQL or parameters on: they hold keys. Of the
+    catalog at `path` a `StorageError` says whether it was for want of space.
 
     Raises:
         VaultLockedError, StorageError, CatalogCorruptError, CatalogError.
@@ -255,14 +261,14 @@ def translated_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except DBAPIError as exc:
-        raise translate(exc, doing) from None
+        raise translate(exc, doing, path) from None
     except (UnicodeDecodeError, NoSuchColumnError):
         # A damaged schema: the driver cannot decode SQLite's message about it, or it still parses.
         raise _damaged(doing) from None
 
 
-def translate(exc: DBAPIError, doing: str) -> KvvaultError:
-    """An error of SQLAlchemy's as one of ours."""
+def translate(exc: DBAPIError, doing: str, path: Path | None = None) -> KvvaultError:
+    """An error of SQLAlchemy's as one of ours; see `translated_errors`."""
     name = str(getattr(exc.orig, "sqlite_errorname", "") or "")
     text = str(exc.orig).lower()
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or "locked" in text:
@@ -275,15 +281,37 @@ def translate(exc: DBAPIError, doing: str) -> KvvaultError:
     if name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")) or (
         isinstance(exc, OperationalError) and ("disk" in text or "readonly" in text)
     ):
+        number = None if path is None else _no_room(path)
         return StorageError(
             f"cannot {doing}: the catalog's disk refuses ({name or 'I/O error'})",
             hint="check space and mount options of the file system under the vault",
-            errno=errno.ENOSPC if name.startswith("SQLITE_FULL") else None,
+            errno=errno.ENOSPC if name.startswith("SQLITE_FULL") else number,
         )
     return CatalogError(
         f"cannot {doing}: SQLite says {name or type(exc).__name__}",
         hint="run `kvvault doctor`",
     )
+
+
+def _no_room(path: Path) -> int | None:
+    """What the system says when the catalog's log is to grow, if that is for want of space.
+
+    SQLite says "full" for one of its errors only. A quota, a limit on the size of files, and a full
+    disk under the ``-shm`` file come as I/O errors, like a disk that is broken; and the system's
+    own number is not to be had from the driver. So a file without a name is written where the log
+    would go on.
+    """
+    wanted = path if journal_mode() != "wal" else _log(path)
+    try:
+        offset = wanted.stat().st_size if wanted.exists() else 0
+        with tempfile.TemporaryFile(dir=path.parent, buffering=0) as file:
+            data = memoryview(bytes(_GROWTH))
+            while data:
+                written = os.pwrite(file.fileno(), data, offset)
+                data, offset = data[written:], offset + written
+    except OSError as exc:
+        return exc.errno if exc.errno in NO_ROOM else None
+    return None
 
 
 def _damaged(doing: str) -> CatalogCorruptError:

@@ -1,5 +1,8 @@
 """What is done to a catalog for the jobs: their lease and the history of their runs.
 
+Times of runs are the wall clock's, also those of the audit log's entries about them: whether jobs
+run is to be seen when the vault's own time cannot be vouched for, too.
+
 Functions take the connection of a transaction that the caller began, like those of
 `kvvault.catalog.operations`. None of these rows has to survive a power failure: after one, the
 lease belongs to another boot, and a run that the history forgot is run again. So callers commit
@@ -8,6 +11,7 @@ them without waiting for the disk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -189,12 +193,13 @@ def abandon_runs(
     )
 
 
-def last_runs(connection: Connection, job: str) -> LastRuns:
+def last_runs(connection: Connection, job: str, now: float = math.inf) -> LastRuns:
+    """Of successes, only those that began by `now`: others were written by a wrong clock."""
     run = t.job_runs.c
     return LastRuns(
         any=_newest(connection, run.job == job),
         ended=_newest(connection, and_(run.job == job, run.outcome.is_not(None))),
-        ok=_newest(connection, and_(run.job == job, run.outcome == "ok")),
+        ok=_newest(connection, and_(run.job == job, run.outcome == "ok", run.started_at <= now)),
     )
 
 

@@ -133,8 +133,8 @@ def _newest(connection: Connection) -> tuple[int, str] | None:
 
 
 def append(connection: Connection, kind: str, at: float, facts: Mapping[str, Fact]) -> int:
-    """Add an entry; its index. `at`: seconds since the epoch, by the vault's own time, kept to the
-    millisecond. Costs about half a millisecond."""
+    """Add an entry; its index. `at`: seconds since the epoch, by the vault's own time (of
+    jobs: the wall clock's), kept to the millisecond. Costs about half a millisecond."""
     newest = _newest(connection)
     index = 0 if newest is None else newest[0] + 1
     link = {} if newest is None else {"prev": link_of(newest[1])}

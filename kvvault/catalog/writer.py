@@ -147,7 +147,7 @@ class CommitQueue:
         while not closing:
             group, closing = self._take()
             try:
-                with translated_errors("write to the catalog"):
+                with translated_errors("write to the catalog", self._path):
                     connection = connection or self._engine.connect()
                     with connection.begin():
                         for pending in group:

@@ -12,7 +12,6 @@ the vault is still a transaction of its own.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -37,8 +36,6 @@ LEASE_S = 15.0
 
 _LOOK_S = 1.0
 """How often a process that waits for the lease looks whether it was given up."""
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def boottime() -> float:
@@ -131,7 +128,7 @@ class Lease:
         try:
             taken = self._catalog.write(take, durable=False)
         except StorageError as exc:
-            if self._until is None or exc.errno not in _FULL or not self.confirmed():
+            if self._until is None or not exc.full or not self.confirmed():
                 raise
             taken = True
         self._look_s = self.length_s / 3 if taken else min(_LOOK_S, self.length_s / 3)

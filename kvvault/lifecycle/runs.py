@@ -35,7 +35,7 @@ class RunReport:
 
     job: str
     started_at: float
-    """Seconds since the epoch."""
+    """Seconds since the epoch, by the wall clock."""
     duration_s: float
     outcome: str
     """``ok``, ``failed``, ``refused`` or ``abandoned`` (it was told to stop)."""
@@ -62,7 +62,7 @@ def run_job(
     def begin(connection: Connection) -> tuple[int, float | None] | None:
         if not lease.is_holder(connection):
             return None
-        last = rows.last_runs(connection, job.name).ok
+        last = rows.last_runs(connection, job.name, started_at).ok
         number = rows.start_run(connection, job.name, lease.holder, started_at)
         return number, None if last is None else last.started_at
 
@@ -172,7 +172,8 @@ def job_health(
 ) -> list[JobStatus]:
     """Judge every job by the history alone, so any process can, also one that runs none.
 
-    :param now: seconds since the epoch.
+    :param now: seconds since the epoch, by the wall clock, as the runs. What it says is still to
+        come was written by a clock that was ahead, and is no success.
     :param since: from when on a job that has never succeeded is waited for: when the vault was
         opened, or made.
 
@@ -184,7 +185,8 @@ def job_health(
         held = rows.get_lease(connection, lease, boot.boot_id, boot.seconds())
         holder = None if held is None else held.holder
         return [
-            _status(job, rows.last_runs(connection, job.name), holder, now, since) for job in jobs
+            _status(job, rows.last_runs(connection, job.name, now), holder, now, since)
+            for job in jobs
         ]
 
     return catalog.read(judge)
@@ -197,8 +199,8 @@ def _status(
     duration = None
     if ended is not None and ended.ended_at is not None:
         duration = max(0.0, ended.ended_at - ended.started_at)
-    # A success in the future (the wall clock was set back) is not held against the job: the runs
-    # that follow it have the right time again.
+    if since > now + GRACE_S:
+        since = 0.0  # made by a clock that was ahead: nobody knows when
     waited = now - (since if ok is None else ok.started_at)
     return JobStatus(
         name=job.name,
@@ -209,7 +211,10 @@ def _status(
         outcome=None if ended is None else ended.outcome,
         detail="" if ended is None else ended.detail,
         running=newest is not None and newest.ended_at is None and newest.holder == holder,
-        next_due=now if newest is None else newest.started_at + job.interval_s,
+        # As the scheduler: what began later than now did so by a wrong clock.
+        next_due=now
+        if newest is None or newest.started_at > now
+        else newest.started_at + job.interval_s,
         overdue=waited > 2 * job.interval_s + GRACE_S,
         failing=ended is not None and ended.outcome in ("failed", "refused"),
     )

@@ -248,8 +248,8 @@ class TestBeside:
             real = ring.create_tenant
             made = []
 
-            def create(name: str, epoch: str) -> Any:
-                result = real(name, epoch)
+            def create(name: str, epoch: str, now: float) -> Any:
+                result = real(name, epoch, now)
                 made.append(epoch)
                 if len(made) == 1:
                     full.purge()

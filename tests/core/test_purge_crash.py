@@ -100,6 +100,49 @@ def test_an_error_at_any_step_loses_nothing_and_is_made_up_for(place: Path, ever
         shutil.rmtree(home.path)
 
 
+def test_attempts_that_fail_do_not_fill_the_provider(place: Path) -> None:
+    """At whatever step up to the commit that puts the new root key in force, or right after it; a
+    process that goes on has made one that is not needed, however often it tries."""
+    names = names_of_steps(place / "vault")
+    first = names.index("after create_epoch") + 1  # before, nobody knows its name
+    last = names.index("after write", first) + 1
+    assert names[first - 4 : first - 2] == ["before write", "after write"]
+    for number in range(first, last):
+        provider = StepProvider(EphemeralProvider())
+        home = Home(place / str(number), provider)
+        with home.create() as vault:
+            populate(vault)
+            wraps = old_wraps(home.catalog)
+            begun = names[number] == "after write"
+            for at in [number] if begun else [number, number - 2, number - 2]:  # the key is there
+                steps = Steps(at, partial(fail, names[number].split()[1]))
+                with pytest.raises((StorageError, KeyUnavailableError)):
+                    purge_in_steps(vault, provider, steps)
+                assert steps.passed[-1] == names[number]
+                assert len(provider.epochs()) == 2
+            assert (vault.keys().unfinished is not None) == begun
+            vault.purge()
+            assert len(provider.epochs()) == 1
+            judge_after(vault, provider, wraps)
+        shutil.rmtree(home.path)
+
+
+def test_the_root_key_of_an_attempt_that_failed_may_be_gone(place: Path) -> None:
+    provider = StepProvider(EphemeralProvider())
+    home = Home(place / "vault", provider)
+    with home.create() as vault:
+        populate(vault)
+        [kept] = provider.epochs()
+        number = names_of_steps(place / "other").index("after create_epoch") + 1
+        with pytest.raises(KeyUnavailableError):
+            purge_in_steps(vault, provider, Steps(number, partial(fail, "wrap")))
+        [made] = set(provider.epochs()) - {kept}
+        provider.destroy(made)
+        vault.purge()
+        assert made != vault.keys().epochs[0].epoch
+        judge(vault)
+
+
 @pytest.mark.parametrize("when", ["create_epoch", "wrap", "destroy"])
 def test_req_k9_a_real_key_server_sealed_in_the_middle(
     place: Path, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch

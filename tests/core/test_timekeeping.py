@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +37,35 @@ def timed(home: Home) -> TimedHome:
     return TimedHome(home.path, first=policy("delete_by: 1h", clock_jump="10m"))
 
 
+MAY_SHIFT = (
+    subprocess.run(
+        ["unshare", "--time", "--boottime", "5000", "true"], capture_output=True, check=False
+    ).returncode
+    == 0
+)
+
+
 # -- one process ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not MAY_SHIFT, reason="only who may make time namespaces can shift a clock")
+def test_the_machines_clock_goes_on_while_the_machine_sleeps() -> None:
+    """A machine that slept has the two clocks apart, as a namespace for times can have."""
+    script = (
+        "import time; from kvvault.model import SystemClock\n"
+        "print(SystemClock().monotonic() - time.monotonic(), "
+        "time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic())"
+    )
+    done = subprocess.run(
+        ["unshare", "--time", "--boottime", "5000", sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    ours, boottime = map(float, done.stdout.split())
+    assert boottime > 4000  # the control: they are apart
+    assert abs(ours - boottime) < 1
 
 
 def test_a_new_vault_goes_by_the_wall_clock(clock: ManualClock, time: VaultTime) -> None:
@@ -297,3 +329,25 @@ def test_a_policy_decides_what_is_a_jump(home: Home) -> None:
         timed.clock.set_wall(START + 2 * HOUR)
         assert not vault.time.suspect
         assert vault.expire().blocks == 1
+
+
+def test_all_that_is_written_down_is_by_the_vaults_own_time(home: Home, clock: ManualClock) -> None:
+    """With a clock far ahead nothing is dated by it; also what is new."""
+    with Vault.create(home.path, provider=home.provider, clock=clock) as vault:
+        put(vault, vault.scope("alice", namespace()), keys(1))
+        clock.advance(10)
+        clock.set_wall(START + 365 * 24 * HOUR)
+        assert vault.time.suspect
+        other = namespace(model="another")
+        put(vault, vault.scope("bob", other), keys(1))
+        vault.place_hold(tenant="bob", reason="a case", actor="somebody")
+        times = [entry.at for entry in vault.audit.tail(100)]
+        assert times == sorted(times)
+        assert times[-1] <= START + 20
+        assert [facts.created_at <= START + 20 for facts in vault.tenants()] == [True] * 2
+        assert [facts.created_at <= START + 20 for facts in vault.namespaces()] == [True] * 2
+    with Vault.open(home.path, provider=home.provider, clock=clock) as again:
+        put(again, again.scope("carol", namespace()), keys(1))
+        times = [entry.at for entry in again.audit.tail(100)]
+        assert times == sorted(times)
+        assert times[-1] <= START + 40

@@ -180,7 +180,7 @@ class TestClosing:
         public = {name for name in dir(Vault) if not name.startswith("_")}
         # What opens and closes it, what never raises, and what needs nothing that is closed.
         others = {"create", "open", "close", "contains", "touch", "time", "counters", "direct_io"}
-        others |= {"provider_info", "key_warning", "prompt", "record", "settle_prompts"}
+        others |= {"provider_info", "key_warning", "prompt", "record", "settle_prompts", "removals"}
         assert public == others | calls(vault, scope).keys()
 
     def test_nothing_is_left_open(self, home: Home) -> None:

@@ -15,6 +15,7 @@ from kvvault.lifecycle.runs import GRACE_S, JobStatus, RunReport, job_health, ru
 from kvvault.testing import ManualClock
 from tests.lifecycle.support import BOOT
 
+DAY = 86_400.0
 SECRET = "tenant acme-canary"
 
 
@@ -255,6 +256,32 @@ def test_a_job_is_overdue_when_its_last_success_is_too_long_ago(bench: Bench) ->
     assert bench.status().overdue  # a failure is no success
     bench.run(nothing)
     assert bench.status().healthy
+
+
+def test_a_success_by_a_clock_that_was_ahead_is_none(bench: Bench) -> None:
+    """Else nobody would notice for as long as it was ahead that the jobs do not run."""
+    right = bench.clock.now()
+    bench.run(nothing)
+    bench.clock.advance(30.0)
+    bench.clock.set_wall(right + 300 * DAY)
+    bench.run(nothing)
+    assert bench.status(since=right).healthy
+    bench.clock.set_wall(right + 60.0)  # set right: what counts is the success before
+    status = bench.status(since=right)
+    assert status.healthy
+    assert (status.last_success, status.next_due) == (right, right + 60.0)
+    bench.clock.advance(10 * DAY)
+    assert bench.status(since=right).overdue
+    bench.run(nothing)
+    assert bench.status(since=right).healthy
+
+
+def test_a_vault_made_by_a_clock_that_was_ahead_is_not_waited_for(bench: Bench) -> None:
+    now = bench.clock.now()
+    assert bench.status(since=now + 300 * DAY).overdue
+    assert bench.status(since=now + GRACE_S).healthy  # two clocks differ a little
+    bench.run(nothing)
+    assert bench.status(since=now + 300 * DAY).healthy
 
 
 def test_one_that_never_ran_is_waited_for_from_a_given_time_on(bench: Bench) -> None:
