@@ -1,8 +1,10 @@
-"""Shared-memory regions that vLLM left behind: plaintext KV in ``/dev/shm``.
+"""Shared-memory regions that vLLM left behind: plaintext in ``/dev/shm``.
 
 vLLM keeps its CPU tier (and its encoder cache) in a file below ``/dev/shm`` while its workers
-start, or for as long as they run, depending on version and device. A process that is killed leaves
-the file, with plaintext in it, until somebody removes it or the machine restarts.
+start, or for as long as they run, depending on version and device. Another file is the queue by
+which its scheduler tells its workers what to compute: tokens of prompts, and what requests say of
+themselves. A process that is killed leaves the file, with plaintext in it, until somebody removes
+it or the machine restarts.
 
 A region is *stale* when no process maps it or has it open. Only what ``/proc`` shows can be judged:
 
@@ -28,7 +30,12 @@ from kvvault.doctor.findings import Finding, fail, ok, warn
 
 __all__ = ["Region", "check_residue", "find_regions", "removable", "remove_region"]
 
-_NAME: Final = re.compile(r"vllm_(?:offload|ec)_.*\.mmap", re.DOTALL)
+_NAME: Final = re.compile(r"vllm_(?:offload|ec)_.*\.mmap|(?P<python>psm_[0-9a-f]{8})", re.DOTALL)
+"""The latter is Python's for any shared memory: vLLM's queues are told by their size."""
+
+_CHUNKS: Final = 10
+_MIB: Final = 1 << 20
+_MOST_READERS: Final = 1024
 _NAME_OF_CHECK: Final = "plaintext residue"
 
 
@@ -54,15 +61,24 @@ def find_regions(shm: Path, proc: Path) -> list[Region]:
     try:
         with os.scandir(shm) as entries:
             for entry in entries:
-                if _NAME.fullmatch(entry.name):
+                if name := _NAME.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):
-                        found.append((entry.name, entry.stat(follow_symlinks=False)))
+                        info = entry.stat(follow_symlinks=False)
+                        if not name["python"] or _is_queue(info.st_size):
+                            found.append((entry.name, info))
     except OSError:
         return []
     if not found:
         return []
     look = _look_at_processes(proc, {(info.st_dev, info.st_ino) for _, info in found})
     return sorted((_region(name, info, look) for name, info in found), key=lambda r: r.name)
+
+
+def _is_queue(size: int) -> bool:
+    """Whether a region is as large as a queue of vLLM's: ten chunks of whole MiB, and for each of
+    them a byte and one more for each reader (vLLM 0.32, `ShmRingBuffer`)."""
+    chunk, rest = divmod(size, _CHUNKS * _MIB)
+    return chunk > 0 and rest % _CHUNKS == 0 and 2 <= rest // _CHUNKS <= 1 + _MOST_READERS
 
 
 def _region(name: str, info: os.stat_result, look: _Look) -> Region:
@@ -110,9 +126,7 @@ def check_residue(regions: Sequence[Region]) -> list[Finding]:
         what = f"{count} shared-memory regions, all in use" if count else "no shared-memory regions"
         return [ok(_NAME_OF_CHECK, what)]
     size = sum(region.size for region in stale)
-    what = (
-        f"{len(stale)} shared-memory regions of vLLM, {size} bytes of plaintext KV, are left over"
-    )
+    what = f"{len(stale)} shared-memory regions of vLLM, {size} bytes of plaintext, are left over"
     if removable(stale):
         return [fail(_NAME_OF_CHECK, what, "remove them: kvvault doctor --fix")]
     if all(region.ours for region in stale):

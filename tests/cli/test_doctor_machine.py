@@ -129,6 +129,24 @@ def test_stale_regions_are_plaintext(surroundings: Machine) -> None:
     assert "--fix" in finding.hint
 
 
+@pytest.mark.parametrize("chunk_mib", [16, 24])
+@pytest.mark.parametrize("readers", [1, 8])
+def test_a_queue_of_vllm_s_is_plaintext_too(
+    surroundings: Machine, chunk_mib: int, readers: int
+) -> None:
+    """Its tokens, its tenants. What else Python programs share is left alone."""
+    queue = make_region(surroundings, "psm_0a1b2c3d")
+    os.truncate(queue, 10 * ((chunk_mib << 20) + 1 + readers))
+    for i, size in enumerate((0, 4096, 160 << 20, (160 << 20) + 10, (160 << 20) + 21)):
+        os.truncate(make_region(surroundings, f"psm_{i:08x}"), size)
+    found = regions(surroundings)
+    assert [region.name for region in found] == [queue.name]
+    assert residue.removable(found) == found
+    assert worst(residue.check_residue(found)) is Status.FAIL
+    (surroundings.proc / "1/fd/3").symlink_to(queue)
+    assert residue.removable(regions(surroundings)) == []
+
+
 def map_line(path: Path) -> str:
     info = path.stat()
     device = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}"
