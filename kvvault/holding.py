@@ -136,7 +136,7 @@ class Holder:
             case (None, None, bytes(), None):
                 kind, target = HoldKind.PROMPT, prompt_id
                 tenant_id = self._catalog.read(
-                    partial(protecting.tenant_of, kind=holds.PROMPT, target=prompt_id)
+                    partial(protecting.owner_of_prompt, prompt_id=prompt_id)
                 )
                 known_as = self._log_id_of_prompt(tenant_id, prompt_id)
             case (None, None, None, bytes()):

@@ -197,7 +197,8 @@ class SegmentFacts:
     created_at: float
     """When it was opened, by the vault's own time, as all times here."""
     policy_no: int | None = None
-    """The policy under which it was written; None before there was one."""
+    """The policy that governs it, at first that under which it was written; None before there was
+    one."""
     rule: str = ""
     retention_class: str = ""
     delete_by: float | None = None

@@ -202,7 +202,6 @@ class State:
         self.segments = Segments(
             np.array([s.block_bytes for s in snapshot.segments], np.int64),
             np.array([s.deadline for s in snapshot.segments], np.float64),
-            np.array([s.created_at for s in snapshot.segments], np.float64),
         )
         self._links = Links(snapshot.user, snapshot.via, snapshot.upto)
         self._blocks = Blocks(blocks.owner, blocks.end, blocks.segment)

@@ -59,7 +59,6 @@ class Segments:
     block_bytes: I64
     deadline: F64
     """Seconds since the epoch; infinite: none."""
-    opened: F64
 
 
 @dataclass(frozen=True, slots=True)

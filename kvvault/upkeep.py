@@ -9,8 +9,9 @@ expire        when a deadline has come        destroys what is past its deadline
 evict         every minute                    keeps the vault below its high watermark
 purge         every `purge_every`             makes what was deleted unrecoverable
 scrub         every hour                      authenticates a part, all of it once a week
-reconcile     every ten minutes               repairs what processes left that died; prompts with
-                                              nothing left leave the inventory
+reconcile     every ten minutes               repairs what processes left that died; finishes
+                                              erasures; prompts with nothing left leave the
+                                              inventory
 checkpoint    every hour                      signs the audit log if it grew, empties
                                               the catalog's
 ============  ==============================  ===================================================

@@ -1,7 +1,8 @@
 """Receipts: what was deleted, by whom, how, and what that is worth; signed, for somebody else.
 
-A deletion has two. `revoked` is made in the transaction that takes the keys away, or revokes single
-blocks (then the keys go soon after): from then on nothing of it is served. `purged` is made when
+A deletion has two, and `revoked` once more when an engine was asked for its copies. `revoked` is
+made in the transaction that takes the keys away, or revokes single blocks (then the keys go soon
+after): from then on nothing of it is served. `purged` is made when
 the purge that covers it is verified: from then on nobody opens any copy of it, as far as the key
 provider's assurance goes. The second names the digest of the first. What goes by itself, expired or
 evicted, has an entry in the log each time and one `purged` receipt per purge that sums it up: on a

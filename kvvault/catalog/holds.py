@@ -83,7 +83,7 @@ def _tenant(
     """Whose a target is; None when it is not there, or its tenant is not."""
     s, tenant = t.segments.c, t.tenants.c
     if kind == PROMPT:
-        return protecting.tenant_of(connection, kind, target)
+        return protecting.owner_of_prompt(connection, target)
     if kind in (TENANT, SUBJECT):
         found = select(tenant.tenant_id).where(
             tenant.tenant_id == (target if kind == TENANT else tenant_id)

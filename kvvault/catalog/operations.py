@@ -443,12 +443,6 @@ def changes_since(
     )
 
 
-def list_revoked(connection: Connection) -> list[RevokedBlock]:
-    """Single blocks that are revoked, of segments that live."""
-    rows, _ = direct(connection, _NEW_REVOKED, (-1,))
-    return [one for row in rows for one in revoked_of(row[:3])]
-
-
 def list_extents(connection: Connection, segment_id: bytes) -> list[Extent]:
     """One segment's extents in the order of their slots, origins and all; damaged rows left out."""
     e = t.extents.c

@@ -213,16 +213,13 @@ def kept_by(connection: Connection, kind: str, target: bytes) -> list[bytes]:
     return _segments(state, chosen & ~table.gone)
 
 
-def tenant_of(connection: Connection, kind: str, target: bytes) -> bytes | None:
-    """Whose a subject or prompt is; None when nothing of it is there."""
-    if kind == "subject":
-        query = "SELECT tenant_id FROM texts WHERE kind = 'subject' AND text_id = ?"
-    else:
-        query = """
-            SELECT s.tenant_id FROM prompts p JOIN scopes s ON s.scope_no = p.scope_no
-            WHERE p.prompt_id = ? AND p.gone = 0
-        """
-    rows, _ = direct(connection, query, (target,))
+def owner_of_prompt(connection: Connection, prompt_id: bytes) -> bytes | None:
+    """The id of its tenant; None when nothing of it is there."""
+    query = """
+        SELECT s.tenant_id FROM prompts p JOIN scopes s ON s.scope_no = p.scope_no
+        WHERE p.prompt_id = ? AND p.gone = 0
+    """
+    rows, _ = direct(connection, query, (prompt_id,))
     return blob(rows[0][0], "a scope") if rows else None
 
 
@@ -276,5 +273,5 @@ def sharing_of(state: Snapshot) -> Sharing:
         table.gone,
         Links(state.user, state.via, state.upto),
         Blocks(state.blocks.owner, state.blocks.end, state.blocks.segment),
-        Segments(zeros, zeros.astype(np.float64), zeros.astype(np.float64)),
+        Segments(zeros, zeros.astype(np.float64)),
     )

@@ -39,7 +39,6 @@ class SegmentRow:
     synced: bool
     change: int
     idle_s: float | None = None
-    granted: int = 0
     sealed_labels: bytes | None = None
 
     @property
@@ -148,7 +147,6 @@ def segment_of(m: Mapping[str, Any] | RowMapping) -> SegmentRow:
             synced=bool(m["synced"]),
             change=int(m["change"]),
             idle_s=_optional_time(m["idle_s"]),
-            granted=int(m["granted"]),
             sealed_labels=None if m["sealed_labels"] is None else _blob(m["sealed_labels"]),
         )
     except (TypeError, ValueError, OverflowError) as exc:

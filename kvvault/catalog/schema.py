@@ -134,10 +134,10 @@ segments = Table(
 )
 """Times are seconds since the epoch, by the vault's own time (`kvvault.timekeeping`).
 
-`policy_no`, `rule`, `retention_class` (as granted): under what it was written. `sealed_labels`: the
-labels it was decided by, JSON under the tenant's key, so that another policy can be asked about it.
-`delete_by`: the ceiling; `idle_until`: the sliding deadline, moved by use and never beyond the
-ceiling; NULL: none.
+`policy_no`, `rule`, `retention_class` (as granted): what governs it, first that under which it was
+written. `sealed_labels`: the labels it was decided by, JSON under the tenant's key, so that another
+policy can be asked about it. `delete_by`: the ceiling; `idle_until`: the sliding deadline, moved by
+use and never beyond the ceiling; NULL: none.
 `keep_until`: the floor against eviction. `granted`: slots for which space was set aside, checked
 against the cap in the transaction that raised it; once sealed, what `blocks` says. `hits` and
 `last_used`: what engines have reported, seconds late.
@@ -396,5 +396,5 @@ receipts = Table(
     sqlite_autoincrement=True,
 )
 """Signed records of deletions. `document`: the receipt as it is handed over; `entry_no`: the entry
-of the log that has its digest. A deletion has up to two: when it was revoked, when it was
-purged."""
+of the log that has its digest. A deletion has one when it was revoked, one more when an engine was
+asked for its copies, and one when it was purged."""

@@ -35,7 +35,7 @@ class World:
                 column(self.links.values()),
             ),
             Blocks(*(column(b[i] for b in self.blocks) for i in range(3))),
-            Segments(column(SIZES), np.array(DEADLINES), np.zeros(3)),
+            Segments(column(SIZES), np.array(DEADLINES)),
         )
 
     def ids(self) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
