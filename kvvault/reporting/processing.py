@@ -10,25 +10,22 @@ from __future__ import annotations
 from typing import Final
 
 from kvvault.model import SegmentFacts
-from kvvault.policy.document import Record
 from kvvault.policy.durations import format_duration
 from kvvault.reporting.document import Answer, Column, Kind, Report, ReportKind, Table
-from kvvault.reporting.sources import Source, conditions, lifetime
+from kvvault.reporting.sources import Source, conditions, lifetime, recorded
 from kvvault.reporting.statements import backups
 
 __all__ = ["report"]
 
 _TO_FILL_IN: Final = "(to be filled in by the controller)"
 
-_RECORDED: Final = {
-    Record.NONE: "nothing about the prompt",
-    Record.FINGERPRINT: "a keyed fingerprint of the prompt, subject and labels (encrypted)",
-    Record.PREVIEW: "a preview of the prompt's text, subject and labels (encrypted)",
-}
-
 _CATEGORIES: Final = (
     "key-value cache of language model prompts: intermediate results from which a prompt's text "
-    "could be computed, so to be treated as that text"
+    "could be computed, so to be treated as that text. Of each request: the tenant's name, the "
+    "subject, labels and request id that it came with (encrypted), how many tokens, times of its "
+    "first and last use. By policy, as each rule says below: a fingerprint or a preview of the "
+    "prompt. In the audit log and in receipts: keyed ids of tenants, subjects and prompts; names "
+    "of those who changed or deleted something, and the reasons that they typed, in clear"
 )
 
 _RECIPIENTS: Final = (
@@ -120,7 +117,7 @@ def _activities(source: Source, live: list[SegmentFacts]) -> Table:
                 rule.justification,
                 rule.owner,
                 rule.persist,
-                _RECORDED[rule.record],
+                recorded(rule),
                 lifetime(rule),
                 rule.delete_by_s,
                 "none",

@@ -18,7 +18,7 @@ from kvvault.catalog.retention import Candidate
 from kvvault.health import LATE_S, job_statuses
 from kvvault.model import SegmentFacts
 from kvvault.reporting.document import Answer, Column, Kind, Report, ReportKind, Table
-from kvvault.reporting.sources import Source, conditions, lifetime
+from kvvault.reporting.sources import Source, conditions, lifetime, recorded
 
 __all__ = ["Overdue", "overdue", "report"]
 
@@ -204,7 +204,8 @@ def _rules(source: Source) -> Table:
             Column("kept", "kept"),
             Column("delete_by_s", "ceiling", Kind.SPAN),
             Column("idle_s", "after last use", Kind.SPAN),
-            Column("record", "recorded of prompts"),
+            Column("record", "fingerprint or preview"),
+            Column("recorded", "recorded besides"),
             Column("owner", "owner"),
             Column("justification", "justification"),
         ),
@@ -217,6 +218,7 @@ def _rules(source: Source) -> Table:
                 rule.delete_by_s,
                 rule.idle_s,
                 rule.record.value,
+                recorded(rule),
                 rule.owner,
                 rule.justification,
             )

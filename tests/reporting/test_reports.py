@@ -327,10 +327,25 @@ class TestRecordOfProcessing:
         assert special["applies_to"] == "label data special"
         assert rest["bytes"] == 16 * 4096
         assert "fingerprint" in str(rest["recorded"])
+        assert special["recorded"] == "nothing: never written"
         assert value(report, "owners") == "desk; officer"
         assert value(report, "tenants") == 2
         # What a vault cannot know is not made up.
         assert "to be filled in" in str(value(report, "controller"))
+
+    def test_no_personal_data_that_is_there_is_denied(self, audited: Audited) -> None:
+        """`record` governs fingerprint and preview; the rest is written down of every request."""
+        scope = audited.vault.scope(NORTH, namespace(), retention_class="short")
+        send(audited.vault, scope, [7], subject="jane roe")
+        assert [one.subject for one in audited.vault.prompts.listing()[0]] == ["jane roe"]
+        report = processing.report(audited.source())
+        said = [str(value(report, "categories")), str(table(report, "activities")[0]["recorded"])]
+        said += [str(table(retention.report(audited.source()), "rules")[0]["recorded"])]
+        for text in said:
+            for what in ("tenant", "subject", "labels", "tokens", "first and last use"):
+                assert what in text
+            assert "nothing" not in text
+        assert "no fingerprint and no preview" in said[1]
 
     def test_it_follows_the_policy(self, audited: Audited) -> None:
         audited.vault.apply_policy(shipped.load("gdpr-30d"), actor="dpo")
