@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection
 
+from kvvault.audit.receipts import TECHNICAL
 from kvvault.catalog import purging
 from kvvault.catalog import reporting as rows
 from kvvault.catalog.jobs import RunRow
 from kvvault.catalog.purging import PurgeRow
 from kvvault.catalog.receipts import DeletionRow
 from kvvault.catalog.reporting import IssuedRow
+from kvvault.crypto.providers.base import Assurance
 from kvvault.reporting.document import Answer, Column, Kind, Report, ReportKind, Table
 from kvvault.reporting.sources import Source
 from kvvault.reporting.statements import backups
@@ -29,7 +31,7 @@ _TRIGGERS = {
     "forget": "everything of a tenant",
     "erase": "erasure of prompts",
     "policy": "the policy does not keep it",
-    "compact": "keys of segments whose single blocks had been deleted",
+    TECHNICAL: "technical: ends an erasure of single blocks by destroying their segments' keys",
 }
 
 
@@ -72,17 +74,30 @@ def report(source: Source) -> Report:
         for trigger in sorted({one.trigger for one in deletions})
     )
     unpurged = sum(one.purge_no is None for one in deletions)
+    technical = sum(one.trigger == TECHNICAL for one in deletions)
+    final = sum(
+        one.purge_no in by_number and by_number[one.purge_no].assurance == Assurance.PURGE
+        for one in deletions
+    )
     answers = (
-        Answer("deletions", "deletions", len(deletions), _COMMAND, Kind.COUNT),
+        Answer("deletions", "deletions, technical ones included", len(deletions), _COMMAND,
+               Kind.COUNT),
+        Answer("deletions_proper", "of these, asked for or by policy", len(deletions) - technical,
+               _COMMAND, Kind.COUNT),
         *by_trigger,
         Answer("segments", "segments whose keys were destroyed",
                sum(one.segments for one in deletions), _COMMAND, Kind.COUNT),
-        Answer("blocks", "blocks in them", sum(one.blocks for one in deletions), _COMMAND,
-               Kind.COUNT),
-        Answer("bytes", "bytes in them", sum(one.data_bytes for one in deletions), _COMMAND,
-               Kind.BYTES),
-        Answer("unrecoverable", "of these deletions, beyond recovery by a purge",
-               len(deletions) - unpurged, "kvvault keys ls", Kind.COUNT),
+        Answer("blocks", "blocks deleted; what else these segments had is in others",
+               sum(one.blocks for one in deletions), _COMMAND, Kind.COUNT),
+        Answer("bytes", "bytes deleted",
+               sum(one.data_bytes for one in deletions), _COMMAND, Kind.BYTES),
+        Answer("purged", "of these deletions, covered by a purge", len(deletions) - unpurged,
+               _COMMAND, Kind.COUNT),
+        Answer("unrecoverable", "of these, beyond recovery (assurance of the purge: purge)", final,
+               _COMMAND, Kind.COUNT),
+        Answer("logical", "of these, closed to the vault's keys of now, but not to whoever has old "
+               "copies of vault and root key (assurance: logical)",
+               len(deletions) - unpurged - final, _COMMAND, Kind.COUNT),
         Answer("waiting", "of these deletions, waiting for the next purge", unpurged,
                "kvvault keys ls", Kind.COUNT),
         Answer("waiting_in_all", "deletions of any time that wait for a purge", waiting,
@@ -114,10 +129,10 @@ def report(source: Source) -> Report:
                 "First the wrapped keys leave the catalog: revoked, and no process serves the "
                 "blocks any more. Files are emptied and unlinked. The next purge destroys the root "
                 "key that everything hung on and tries that it is refused: from then on remnants "
-                "on the medium are ciphertext without a key (cryptographic erase). Single blocks "
-                "are revoked first; then what else is in their segments is written to others under "
-                "new keys, and the old keys are destroyed (compact). No purge calls their deletion "
-                "final before."
+                "on the medium are ciphertext whose key is gone, as far as the assurance says "
+                "(cryptographic erase). Single blocks go first; then what else is in their "
+                "segments is written to others under new keys, and the old keys are destroyed "
+                "(compact). No purge calls their deletion final before."
             ),
             "Copies": backups(info),
         },
