@@ -21,7 +21,8 @@ from kvvault.reporting.statements import backups
 
 __all__ = ["deletions_table", "report"]
 
-_COMMAND = "kvvault report disposals"
+_COMMAND = "kvvault audit export"
+"""Each deletion and each purge is an entry of the log."""
 _DISPOSING = ("expire", "evict", "purge", "reconcile")
 """Jobs that make data go, or finish what was begun."""
 _TRIGGERS = {
@@ -103,16 +104,16 @@ def report(source: Source) -> Report:
         Answer("waiting_in_all", "deletions of any time that wait for a purge", waiting,
                "kvvault keys ls", Kind.COUNT),
         Answer("assurance", "what a purge is worth with the key provider of today",
-               f"{info.assurance.value}: {info.reason}", "kvvault doctor"),
+               f"{info.assurance.value}: {info.reason}", "kvvault status --json"),
         Answer("receipts", "receipts of these deletions", len(mine), "kvvault receipt ls",
                Kind.COUNT),
         Answer("summaries", "receipts that sum up what went by itself, one a purge and kind, "
                "of any time", sum(one.deletion_no is None for one in receipts),
                "kvvault receipt ls", Kind.COUNT),
-        Answer("failed_runs", "runs of disposing jobs that failed or were refused", len(troubled),
-               "kvvault jobs ls", Kind.COUNT),
+        Answer("failed_runs", "runs of disposing jobs that failed or were refused",
+               len(troubled), "", Kind.COUNT),
         Answer("unretried", "of these jobs, those whose last run failed",
-               len(_unretried(runs)), "kvvault jobs ls", Kind.COUNT, not _unretried(runs)),
+               len(_unretried(runs)), "", Kind.COUNT, not _unretried(runs)),
     )  # fmt: skip
     return source.report(
         ReportKind.DISPOSALS,
@@ -200,7 +201,7 @@ def purges_table(purges: Sequence[PurgeRow]) -> Table:
     return Table(
         "purges",
         "Purges: root keys replaced and destroyed",
-        "kvvault keys ls",
+        _COMMAND,
         (
             Column("number", "number", Kind.COUNT),
             Column("started_at", "begun", Kind.TIME),
@@ -256,7 +257,7 @@ def _failures(troubled: Sequence[RunRow], runs: Sequence[RunRow]) -> Table:
     return Table(
         "failures",
         "Runs of disposing jobs that did not succeed, and what became of them",
-        "kvvault jobs ls",
+        "",
         (
             Column("job", "job"),
             Column("started_at", "begun", Kind.TIME),

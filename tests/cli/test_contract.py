@@ -134,7 +134,7 @@ FIELDS: dict[str, dict[str, set[str]]] = {
             "free_bytes",
             "free_floor_bytes",
         },
-        "jobs": {"healthy", "overdue", "failing"},
+        "jobs": {"healthy", "overdue", "failing", "not_yet"},
         "segment_states": STATES,
         "recovery": {
             "abandoned_segments",
