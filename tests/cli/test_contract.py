@@ -41,6 +41,7 @@ DELETION = {
     "revoked_at",
     "assurance",
     "claim",
+    "receipt",
     *COUNTS,
 }
 PLANNED = {"id", "blocks", "bytes", "deadline", "held"}

@@ -132,7 +132,7 @@ def test_a_failing_job_is_red(place: Place, catalog: Catalog) -> None:
     listed = run("jobs", "ls", *place.flags)
     assert listed.code == 3
     assert line_of("scrub", listed).startswith("fail")
-    assert line_of("expire", listed).startswith("ok")
+    assert line_of("expire", listed).startswith("-     expire")
     assert "1 altered" in listed.out
     assert run("jobs", "ls", *place.flags, "--json").document["healthy"] is False
 
