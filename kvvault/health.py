@@ -95,6 +95,13 @@ class Health:
     """By how much the machine's clock is ahead of the latest time the vault has noted."""
     holds: InForce
 
+    def jobs_well(self, well: str) -> str:
+        """How those are that neither fail nor are overdue. `well`: the word for it."""
+        waiting = sum(status.not_yet for status in self.jobs)
+        if not waiting:
+            return f"all {len(self.jobs)} {well}"
+        return f"{len(self.jobs) - waiting} {well}, {waiting} not yet (none is overdue)"
+
     @property
     def problems(self) -> list[str]:
         """What is not as it should be, one line each; names jobs and counts only."""

@@ -90,7 +90,9 @@ class PurgeReport:
     given_up: int
     """Tenants whose key did not open any more: they were unreadable, and are gone."""
     deletions: int
-    """Deletions that became unrecoverable by it."""
+    """Deletions that it covers, technical ones included."""
+    technical: int
+    """Of these, those that only end what an erasure of single blocks began."""
     destroyed_at: float
     verified_at: float
     """When opening something under the old epoch was tried and refused."""
@@ -238,14 +240,14 @@ class Purger:
             self._issuer.purged(connection, done, numbers, known)
             return len(numbers)
 
-        def verified(connection: Connection) -> int:
+        def verified(connection: Connection) -> tuple[int, int]:
             deletions = rows.note_verified(connection, purge.purge_no, verified_at)
             self._issuer.summaries(connection, done, known)
-            return deletions
+            return deletions, rows.count_covered(connection, purge.purge_no, TECHNICAL)
 
         while self._catalog.write(certify):  # a few at a time: nobody commits meanwhile
             pass
-        deletions = self._catalog.write(verified)
+        deletions, technical = self._catalog.write(verified)
         self._catalog.empty_log()
         return PurgeReport(
             purge.purge_no,
@@ -256,6 +258,7 @@ class Purger:
             carried.segments,
             carried.given_up,
             deletions,
+            technical,
             destroyed_at,
             verified_at,
             0.0,

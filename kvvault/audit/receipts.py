@@ -32,12 +32,13 @@ from kvvault.catalog import log, receipts, retention
 from kvvault.catalog.log import Fact, canonical, exactly
 from kvvault.catalog.purging import PurgeRow
 from kvvault.crypto.aead import random_id
-from kvvault.crypto.providers.base import ProviderInfo
+from kvvault.crypto.providers.base import Assurance, ProviderInfo
 from kvvault.crypto.signing import Signer
 
 __all__ = [
     "AUTOMATIC",
     "ERASE",
+    "PURGED",
     "TECHNICAL",
     "DeletionFacts",
     "EngineCopy",
@@ -46,6 +47,7 @@ __all__ = [
     "Proof",
     "Receipt",
     "parse",
+    "result_of",
 ]
 
 PURGED: Final = "purged"
@@ -85,6 +87,25 @@ _BACKUPS: Final = {
     "logical": "copies of the vault made before the purge can be opened by somebody who also has a "
     "copy of the key provider's medium; copies of data made outside the vault are not covered",
 }
+
+
+_RESULTS: Final = {
+    (REVOKED, Assurance.PURGE): "revoked; unrecoverable only after the purge, see the second "
+    "receipt",
+    (REVOKED, Assurance.LOGICAL): "revoked; logical, also after the purge, see the second receipt: "
+    "whoever has old copies of the vault and of its root key can open it",
+    (PURGED, Assurance.PURGE): "nothing revoked before the purge began can be opened",
+    (PURGED, Assurance.LOGICAL): "with the keys that the vault has now nothing revoked before the "
+    "purge began can be opened; whoever has old copies of the vault and of its root key can",
+}
+
+
+def result_of(phase: str, level: object) -> str | None:
+    """What a receipt may claim; None of an assurance that there is not."""
+    return next(
+        (text for (of, assurance), text in _RESULTS.items() if (of, assurance) == (phase, level)),
+        None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +211,7 @@ class Issuer:
             ],
             "verification": {
                 "method": _ERASED_CHECK if facts.trigger == ERASE else _REVOKED_CHECK,
-                "result": "revoked; unrecoverable only after the purge, see the second receipt",
+                "result": result_of(REVOKED, self._provider.assurance),
                 "at": moment(facts.revoked_at),
             },
         }
@@ -315,7 +336,7 @@ class Issuer:
             },
             "verification": {
                 "method": _PURGED_CHECK,
-                "result": "nothing revoked before the purge began can be opened",
+                "result": result_of(PURGED, purge.assurance) or "nothing is claimed",
                 "at": moment(purge.verified_at),
             },
         }

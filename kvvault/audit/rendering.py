@@ -1,4 +1,5 @@
-"""Receipts for people: Markdown, and one HTML page that prints and loads nothing from elsewhere.
+"""Receipts for people: plain text, Markdown, and one HTML page that prints and loads nothing from
+elsewhere.
 
 What a receipt says is text of others (a reason, a name): everything is escaped, and the page has no
 script, no link and no form.
@@ -11,9 +12,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from kvvault.audit.receipts import ERASE, PURGED, Receipt
+from kvvault.audit.receipts import ERASE, PURGED, Receipt, result_of
+from kvvault.crypto.providers.base import Assurance
 
-__all__ = ["as_html", "as_markdown", "inert", "sections"]
+__all__ = ["as_html", "as_markdown", "as_text", "inert", "sections"]
 
 Section: TypeAlias = tuple[str, Sequence[tuple[str, str]]]
 
@@ -30,6 +32,19 @@ _STYLE: Final = (
     "@media print{body{margin:0;max-width:none}}"
 )
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def as_text(receipt: Receipt) -> str:
+    """The receipt for a terminal, ending with a line end; nothing in it that a terminal acts on."""
+    lines = [_title(receipt), ""]
+    for title, rows in sections(receipt):
+        width = max(len(name) for name, _ in rows)
+        lines += [
+            title,
+            *(f"  {_plain(name):<{width}}  {_plain(value)}" for name, value in rows),
+            "",
+        ]
+    return "\n".join(lines)
 
 
 def as_markdown(receipt: Receipt) -> str:
@@ -69,14 +84,17 @@ def sections(receipt: Receipt) -> list[Section]:
         ("What was deleted", _deletion(_map(said.get("deletion")), receipt.phase)),
         ("What stayed, and why", _kept(said)),
         ("How", _how(said)),
-        ("What that is worth", _worth(said)),
+        ("What that is worth", _worth(receipt)),
         ("How to check it", _proof(receipt)),
     ]
     return [(title, rows) for title, rows in found if rows]
 
 
 def _title(receipt: Receipt) -> str:
-    phase = "made unrecoverable" if receipt.phase == PURGED else "revoked"
+    phase = "revoked"
+    if receipt.phase == PURGED:
+        final = _level(receipt) == Assurance.PURGE
+        phase = "made unrecoverable" if final else "purged, which is logical"
     return f"Receipt {receipt.receipt_id}: {phase}"
 
 
@@ -152,14 +170,20 @@ def _how(said: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
 
 
-def _worth(said: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _level(receipt: Receipt) -> object:
+    return _map(receipt.content.get("assurance")).get("level")
+
+
+def _worth(receipt: Receipt) -> list[tuple[str, str]]:
+    said = receipt.content
     assurance, check = _map(said.get("assurance")), _map(said.get("verification"))
     return _rows(
         ("Assurance", assurance.get("level")),
         ("Because", assurance.get("reason")),
         ("Key provider", assurance.get("key_provider")),
         ("Verified by", check.get("method")),
-        ("Result", check.get("result")),
+        # Receipts of older versions claimed more than their assurance.
+        ("Result", result_of(receipt.phase, _level(receipt)) or check.get("result")),
         ("Backups", said.get("backups")),
     )
 

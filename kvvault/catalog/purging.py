@@ -411,6 +411,17 @@ def note_verified(connection: Connection, purge_no: int, now: float) -> int:
     return int(done)
 
 
+def count_covered(connection: Connection, purge_no: int, trigger: str) -> int:
+    """How many deletions of one trigger a purge covers."""
+    d = t.deletions.c
+    statement = (
+        select(func.count())
+        .select_from(t.deletions)
+        .where(d.purge_no == purge_no, d.trigger == trigger)
+    )
+    return int(connection.execute(statement).scalar_one())
+
+
 def _uncovered() -> ColumnElement[bool]:
     """Deletions that the purge under way covers and that do not say so yet."""
     d = t.deletions.c

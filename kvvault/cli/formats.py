@@ -136,6 +136,6 @@ def _common(a: str, b: str) -> int:
     return min(len(a), len(b))
 
 
-def plural(count: int, word: str) -> str:
-    """``1 segment``, ``2 segments``"""
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+def plural(count: int, word: str, many: str | None = None) -> str:
+    """``1 segment``, ``2 segments``; ``2 entries`` with `many` ``entries``"""
+    return f"{count} {word}" if count == 1 else f"{count} {many or f'{word}s'}"

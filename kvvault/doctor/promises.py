@@ -40,8 +40,8 @@ def _space(health: Health) -> Finding:
     space = health.space
     cap = "no cap" if space.limits.cap_bytes is None else f"a cap of {space.limits.cap_bytes} bytes"
     what = (
-        f"{space.used_bytes} bytes used of {cap}; {space.around.free_bytes} free, floor "
-        f"{space.limits.free_floor_bytes}"
+        f"{space.used_bytes} bytes used ({space.usage.pending} of it set aside) of {cap}; "
+        f"{space.around.free_bytes} free, floor {space.limits.free_floor_bytes}"
     )
     if space.above_cap:
         return warn(
@@ -84,7 +84,7 @@ def _jobs(health: Health) -> Finding:
         )
     if overdue:
         return fail("jobs", f"overdue: {', '.join(overdue)}", _RUN_THEM)
-    return ok("jobs", f"all {len(health.jobs)} run")
+    return ok("jobs", health.jobs_well("run"))
 
 
 def _vault_time(health: Health) -> Finding:

@@ -163,7 +163,7 @@ def _judge(report: VerifyReport) -> str:
             f"{what}: {report.unreadable} could not be checked",
             hint="check the key provider and the disk",
         )
-    return f"{what}: all authentic"
+    return f"{what}: all authentic" if report.blocks else "nothing was checked: no blocks were due"
 
 
 # -- checkpoint ----------------------------------------------------------------------------------

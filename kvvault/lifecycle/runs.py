@@ -160,6 +160,11 @@ class JobStatus:
     def healthy(self) -> bool:
         return not (self.overdue or self.failing)
 
+    @property
+    def not_yet(self) -> bool:
+        """It has never succeeded, and nothing is wrong: neither well nor failing."""
+        return self.last_success is None and self.healthy
+
 
 def job_health(
     catalog: Catalog,

@@ -193,8 +193,10 @@ def run_directory(path: Path) -> Iterator[SuiteOutcome]:
 
 
 def worded(verdict: Verdict) -> dict[str, str]:
-    """A verdict in the words of a policy file; without the reason."""
-    return {key: _word(key, value) for key, value in _values(verdict).items()}
+    """A verdict in the words of a policy file; without the reason. What is never written has no
+    deadline, which is not one that never comes."""
+    words = {key: _word(key, value) for key, value in _values(verdict).items()}
+    return words if verdict.persist else words | dict.fromkeys(_OF_WHAT_IS_KEPT, "-")
 
 
 def _run(policy: Policy, case: Case) -> Outcome:
@@ -225,6 +227,7 @@ def _values(verdict: Verdict) -> dict[str, object]:
     }
 
 
+_OF_WHAT_IS_KEPT: Final = ("delete_by", "idle", "keep_at_least", "max_bytes", "record")
 _ABSENT: Final[Mapping[str, Literal["never", "none"]]] = {"delete_by": "never", "idle": "never"}
 
 

@@ -221,8 +221,9 @@ class RuleForm(Form):
     )
     record: RecordWord | None = Field(
         None,
-        description="What is recorded of prompts: nothing (the default), a keyed fingerprint, or "
-        "also a preview encrypted under the tenant's key.",
+        description="Which of these is recorded of a prompt besides: none (the default), a keyed "
+        "fingerprint, or also a preview encrypted under the tenant's key. Subject, labels, request "
+        "id, tokens and times are recorded whatever this says.",
     )
     owner: Text = Field(description="Who answers for this rule.")
     justification: Text = Field(description="Why data is kept so long, or not at all.")

@@ -7,19 +7,22 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection
 
+from kvvault.audit.receipts import TECHNICAL
 from kvvault.catalog import purging
 from kvvault.catalog import reporting as rows
 from kvvault.catalog.jobs import RunRow
 from kvvault.catalog.purging import PurgeRow
 from kvvault.catalog.receipts import DeletionRow
 from kvvault.catalog.reporting import IssuedRow
+from kvvault.crypto.providers.base import Assurance
 from kvvault.reporting.document import Answer, Column, Kind, Report, ReportKind, Table
 from kvvault.reporting.sources import Source
 from kvvault.reporting.statements import backups
 
 __all__ = ["deletions_table", "report"]
 
-_COMMAND = "kvvault report disposals"
+_COMMAND = "kvvault audit export"
+"""Each deletion and each purge is an entry of the log."""
 _DISPOSING = ("expire", "evict", "purge", "reconcile")
 """Jobs that make data go, or finish what was begun."""
 _TRIGGERS = {
@@ -29,7 +32,7 @@ _TRIGGERS = {
     "forget": "everything of a tenant",
     "erase": "erasure of prompts",
     "policy": "the policy does not keep it",
-    "compact": "keys of segments whose single blocks had been deleted",
+    TECHNICAL: "technical: ends an erasure of single blocks by destroying their segments' keys",
 }
 
 
@@ -72,32 +75,45 @@ def report(source: Source) -> Report:
         for trigger in sorted({one.trigger for one in deletions})
     )
     unpurged = sum(one.purge_no is None for one in deletions)
+    technical = sum(one.trigger == TECHNICAL for one in deletions)
+    final = sum(
+        one.purge_no in by_number and by_number[one.purge_no].assurance == Assurance.PURGE
+        for one in deletions
+    )
     answers = (
-        Answer("deletions", "deletions", len(deletions), _COMMAND, Kind.COUNT),
+        Answer("deletions", "deletions, technical ones included", len(deletions), _COMMAND,
+               Kind.COUNT),
+        Answer("deletions_proper", "of these, asked for or by policy", len(deletions) - technical,
+               _COMMAND, Kind.COUNT),
         *by_trigger,
         Answer("segments", "segments whose keys were destroyed",
                sum(one.segments for one in deletions), _COMMAND, Kind.COUNT),
-        Answer("blocks", "blocks in them", sum(one.blocks for one in deletions), _COMMAND,
-               Kind.COUNT),
-        Answer("bytes", "bytes in them", sum(one.data_bytes for one in deletions), _COMMAND,
-               Kind.BYTES),
-        Answer("unrecoverable", "of these deletions, beyond recovery by a purge",
-               len(deletions) - unpurged, "kvvault keys ls", Kind.COUNT),
+        Answer("blocks", "blocks deleted; what else these segments had is in others",
+               sum(one.blocks for one in deletions), _COMMAND, Kind.COUNT),
+        Answer("bytes", "bytes deleted",
+               sum(one.data_bytes for one in deletions), _COMMAND, Kind.BYTES),
+        Answer("purged", "of these deletions, covered by a purge", len(deletions) - unpurged,
+               _COMMAND, Kind.COUNT),
+        Answer("unrecoverable", "of these, beyond recovery (assurance of the purge: purge)", final,
+               _COMMAND, Kind.COUNT),
+        Answer("logical", "of these, closed to the vault's keys of now, but not to whoever has old "
+               "copies of vault and root key (assurance: logical)",
+               len(deletions) - unpurged - final, _COMMAND, Kind.COUNT),
         Answer("waiting", "of these deletions, waiting for the next purge", unpurged,
                "kvvault keys ls", Kind.COUNT),
         Answer("waiting_in_all", "deletions of any time that wait for a purge", waiting,
                "kvvault keys ls", Kind.COUNT),
         Answer("assurance", "what a purge is worth with the key provider of today",
-               f"{info.assurance.value}: {info.reason}", "kvvault doctor"),
+               f"{info.assurance.value}: {info.reason}", "kvvault status --json"),
         Answer("receipts", "receipts of these deletions", len(mine), "kvvault receipt ls",
                Kind.COUNT),
         Answer("summaries", "receipts that sum up what went by itself, one a purge and kind, "
                "of any time", sum(one.deletion_no is None for one in receipts),
                "kvvault receipt ls", Kind.COUNT),
-        Answer("failed_runs", "runs of disposing jobs that failed or were refused", len(troubled),
-               "kvvault jobs ls", Kind.COUNT),
+        Answer("failed_runs", "runs of disposing jobs that failed or were refused",
+               len(troubled), "", Kind.COUNT),
         Answer("unretried", "of these jobs, those whose last run failed",
-               len(_unretried(runs)), "kvvault jobs ls", Kind.COUNT, not _unretried(runs)),
+               len(_unretried(runs)), "", Kind.COUNT, not _unretried(runs)),
     )  # fmt: skip
     return source.report(
         ReportKind.DISPOSALS,
@@ -114,10 +130,10 @@ def report(source: Source) -> Report:
                 "First the wrapped keys leave the catalog: revoked, and no process serves the "
                 "blocks any more. Files are emptied and unlinked. The next purge destroys the root "
                 "key that everything hung on and tries that it is refused: from then on remnants "
-                "on the medium are ciphertext without a key (cryptographic erase). Single blocks "
-                "are revoked first; then what else is in their segments is written to others under "
-                "new keys, and the old keys are destroyed (compact). No purge calls their deletion "
-                "final before."
+                "on the medium are ciphertext whose key is gone, as far as the assurance says "
+                "(cryptographic erase). Single blocks go first; then what else is in their "
+                "segments is written to others under new keys, and the old keys are destroyed "
+                "(compact). No purge calls their deletion final before."
             ),
             "Copies": backups(info),
         },
@@ -185,7 +201,7 @@ def purges_table(purges: Sequence[PurgeRow]) -> Table:
     return Table(
         "purges",
         "Purges: root keys replaced and destroyed",
-        "kvvault keys ls",
+        _COMMAND,
         (
             Column("number", "number", Kind.COUNT),
             Column("started_at", "begun", Kind.TIME),
@@ -241,7 +257,7 @@ def _failures(troubled: Sequence[RunRow], runs: Sequence[RunRow]) -> Table:
     return Table(
         "failures",
         "Runs of disposing jobs that did not succeed, and what became of them",
-        "kvvault jobs ls",
+        "",
         (
             Column("job", "job"),
             Column("started_at", "begun", Kind.TIME),

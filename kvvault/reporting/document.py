@@ -45,10 +45,12 @@ class Answer:
     """For people: what this is."""
     value: Value
     command: str
-    """Shows the same, or where it comes from."""
+    """Shows the same, or where it comes from; empty: no other command does."""
     kind: Kind = Kind.TEXT
     good: bool | None = None
     """Whether it is as it must be; None: it is as it is."""
+    must: bool = True
+    """False: that it is so is advised only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,8 @@ class Report:
 
     @property
     def good(self) -> bool:
-        """Whether nothing in it is as it must not be."""
-        return all(answer.good is not False for answer in self.answers)
+        """Whether nothing in it is as it must not be: no row says NO."""
+        return all(answer.good is not False for answer in self.answers if answer.must)
 
     def answer(self, name: str) -> Answer:
         """

@@ -70,27 +70,25 @@ def report(source: Source, *, tenant: str | None = None) -> Report:
     answers = (
         Answer("algorithm", "algorithm of all blocks, wrapped keys and texts",
                f"AES-256-GCM, {aead.NONCE_BYTES * 8}-bit random nonces, {aead.TAG_BYTES * 8}-bit "
-               "tags", "kvvault verify"),
-        Answer("key_bits", "bits of each key", aead.KEY_BYTES * 8, "kvvault keys verify",
+               "tags", ""),
+        Answer("key_bits", "bits of each key", aead.KEY_BYTES * 8, "",
                Kind.COUNT),
-        Answer("signatures", "signatures of receipts and checkpoints", "Ed25519",
-               "kvvault audit key"),
+        Answer("signatures", "signatures of receipts and checkpoints", "Ed25519", ""),
         Answer("keyed_ids", "ids on the disk",
-               f"HMAC-SHA-256, {aead.ID_BYTES * 8} bits, under a key of each tenant",
-               "kvvault show"),
+               f"HMAC-SHA-256, {aead.ID_BYTES * 8} bits, under a key of each tenant", ""),
         Answer("live_bytes", "bytes that live, all of them encrypted",
                sum(one.use.data_bytes for one in keys.tenants), "kvvault df", Kind.BYTES),
         Answer("keys_open", "every key opens that should, and none hangs on a destroyed one",
                checked.sound, "kvvault keys verify", Kind.FLAG, checked.sound),
         Answer("keys_unchecked", "tenants of which the key provider said nothing",
                checked.unchecked, "kvvault keys verify", Kind.COUNT, checked.unchecked == 0),
-        Answer("provider", "key provider", info.uri, "kvvault doctor"),
+        Answer("provider", "key provider", info.uri, "kvvault status"),
         Answer("assurance", "what the destruction of a root key is worth there",
-               info.assurance.value, "kvvault doctor"),
-        Answer("assurance_reason", "because", info.reason, "kvvault doctor"),
+               info.assurance.value, "kvvault status"),
+        Answer("assurance_reason", "because", info.reason, "kvvault status --json"),
         Answer("keys_apart", "keys are on another file system than the vault, or in no file",
                vault.key_warning() is None, "kvvault doctor", Kind.FLAG,
-               vault.key_warning() is None),
+               vault.key_warning() is None, must=False),
         Answer("root_age", "crypto-period of the root key so far",
                None if made is None else source.now - made, "kvvault keys ls", Kind.SPAN),
         Answer("tenant_key_age", "oldest tenant key",
@@ -98,16 +96,17 @@ def report(source: Source, *, tenant: str | None = None) -> Report:
         Answer("rotate_every", "keys are replaced within, if anything was deleted",
                keys.interval_s, "kvvault policy show", Kind.SPAN),
         Answer("rotations", "rotations of all root and tenant keys in the period", len(within),
-               "kvvault keys ls", Kind.COUNT),
+               "kvvault audit export", Kind.COUNT),
         Answer("destructions", "of these, old root keys destroyed",
-               sum(one.destroyed_at is not None for one in within), "kvvault keys ls", Kind.COUNT),
+               sum(one.destroyed_at is not None for one in within), "kvvault audit export",
+               Kind.COUNT),
         Answer("last_purge_verified_at", "an old root key was last tried, and refused",
                None if last is None else last.verified_at, "kvvault keys ls", Kind.TIME),
         Answer("purge_overdue", "a purge is overdue", keys.overdue, "kvvault keys ls", Kind.FLAG,
                not keys.overdue),
         *_scrub_answers(scrubs),
         Answer("damage_found", "times that something was found altered or missing in the period",
-               damage, "kvvault audit tail", Kind.COUNT, damage == 0),
+               damage, "kvvault audit export", Kind.COUNT, damage == 0),
     )  # fmt: skip
     return source.report(
         ReportKind.ENCRYPTION,
@@ -142,14 +141,14 @@ def _scrub_answers(scrubs: Sequence[RunRow]) -> tuple[Answer, ...]:
     last = scrubs[-1] if scrubs else None
     failed = sum(run.outcome == "failed" for run in scrubs)
     return (
-        Answer("scrubs", "sampled verifications (scrubs) in the period", len(scrubs),
-               "kvvault jobs ls", Kind.COUNT),
-        Answer("scrubs_failed", "of these, found damage or could not read", failed,
-               "kvvault jobs ls", Kind.COUNT, failed == 0),
+        Answer("scrubs", "sampled verifications (scrubs) in the period", len(scrubs), "",
+               Kind.COUNT),
+        Answer("scrubs_failed", "of these, found damage or could not read", failed, "",
+               Kind.COUNT, failed == 0),
         Answer("last_scrub_at", "last one", None if last is None else last.started_at,
                "kvvault jobs ls", Kind.TIME),
         Answer("last_scrub", "what it found", None if last is None else last.detail,
-               "kvvault jobs ls"),
+               "kvvault jobs ls --json"),
     )  # fmt: skip
 
 
@@ -247,7 +246,7 @@ def _copies(source: Source, keys: KeysReport, info: ProviderInfo) -> Table:
     return Table(
         "key_copies",
         "Register of key copies",
-        "kvvault doctor",
+        "",
         (
             Column("key", "key"),
             Column("where", "where"),
@@ -264,7 +263,7 @@ def _scrubs(scrubs: Sequence[RunRow]) -> Table:
     return Table(
         "scrubs",
         "Sampled verifications",
-        "kvvault jobs ls",
+        "",
         (
             Column("started_at", "begun", Kind.TIME),
             Column("outcome", "outcome"),
@@ -297,7 +296,7 @@ def _media(source: Source) -> Table:
     return Table(
         "media",
         "Media",
-        "kvvault df",
+        "",
         (
             Column("what", "what"),
             Column("path", "path"),

@@ -10,25 +10,22 @@ from __future__ import annotations
 from typing import Final
 
 from kvvault.model import SegmentFacts
-from kvvault.policy.document import Record
 from kvvault.policy.durations import format_duration
 from kvvault.reporting.document import Answer, Column, Kind, Report, ReportKind, Table
-from kvvault.reporting.sources import Source, conditions, lifetime
+from kvvault.reporting.sources import Source, conditions, lifetime, recorded
 from kvvault.reporting.statements import backups
 
 __all__ = ["report"]
 
 _TO_FILL_IN: Final = "(to be filled in by the controller)"
 
-_RECORDED: Final = {
-    Record.NONE: "nothing about the prompt",
-    Record.FINGERPRINT: "a keyed fingerprint of the prompt, subject and labels (encrypted)",
-    Record.PREVIEW: "a preview of the prompt's text, subject and labels (encrypted)",
-}
-
 _CATEGORIES: Final = (
     "key-value cache of language model prompts: intermediate results from which a prompt's text "
-    "could be computed, so to be treated as that text"
+    "could be computed, so to be treated as that text. Of each request: the tenant's name, the "
+    "subject, labels and request id that it came with (encrypted), how many tokens, times of its "
+    "first and last use. By policy, as each rule says below: a fingerprint or a preview of the "
+    "prompt. In the audit log and in receipts: keyed ids of tenants, subjects and prompts; names "
+    "of those who changed or deleted something, and the reasons that they typed, in clear"
 )
 
 _RECIPIENTS: Final = (
@@ -58,23 +55,22 @@ def report(source: Source) -> Report:
     show = "kvvault policy show"
     interval = format_duration(policy.vault.purge_interval_s)
     answers = (
-        Answer("controller", "Art. 30(1)(a): controller and contact", _TO_FILL_IN, show),
+        Answer("controller", "Art. 30(1)(a): controller and contact", _TO_FILL_IN, ""),
         Answer("owners", "who answers for the rules in the controller's organisation",
                "; ".join(sorted({rule.owner for rule in policy.rules})), show),
         Answer("activity", "the processing", policy.description or policy.name, show),
         Answer("purposes", "Art. 30(1)(b): purposes", "as each rule says, below", show),
-        Answer("data_subjects", "Art. 30(1)(c): categories of data subjects", _TO_FILL_IN, show),
-        Answer("categories", "Art. 30(1)(c): categories of personal data", _CATEGORIES, show),
-        Answer("recipients", "Art. 30(1)(d): recipients", _RECIPIENTS, "kvvault doctor"),
-        Answer("transfers", "Art. 30(1)(e): transfers to third countries", _TRANSFERS,
-               "kvvault doctor"),
+        Answer("data_subjects", "Art. 30(1)(c): categories of data subjects", _TO_FILL_IN, ""),
+        Answer("categories", "Art. 30(1)(c): categories of personal data", _CATEGORIES, ""),
+        Answer("recipients", "Art. 30(1)(d): recipients", _RECIPIENTS, ""),
+        Answer("transfers", "Art. 30(1)(e): transfers to third countries", _TRANSFERS, ""),
         Answer("time_limits", "Art. 30(1)(f): time limits for erasure",
                f"as each rule says, below; within {interval} after that a purge, which is worth "
                "what the key provider is", show),
         Answer("measures", "Art. 30(1)(g): technical and organisational measures", _MEASURES,
                "kvvault report encryption"),
         Answer("policy_digest", "SHA-256 of the policy this is taken from", policy.digest.hex(),
-               "kvvault policy show --source"),
+               show),
         Answer("policy_applied_at", "in force since", applied.applied_at, "kvvault status",
                Kind.TIME),
         Answer("tenants", "parties whose data there is now", len({f.tenant_id for f in live}),
@@ -120,7 +116,7 @@ def _activities(source: Source, live: list[SegmentFacts]) -> Table:
                 rule.justification,
                 rule.owner,
                 rule.persist,
-                _RECORDED[rule.record],
+                recorded(rule),
                 lifetime(rule),
                 rule.delete_by_s,
                 "none",

@@ -112,8 +112,14 @@ def _clean(text: str) -> str:
     )
 
 
-def _verdict(good: bool | None) -> str:
-    return {True: "yes", False: "NO", None: ""}[good]
+def _verdict(one: Answer) -> str:
+    if one.good is False and not one.must:
+        return "no (advised only)"
+    return {True: "yes", False: "NO", None: ""}[one.good]
+
+
+_ONLY_HERE: Final = "this report"
+"""Where a command would stand, if one showed the same."""
 
 
 def _period(report: Report) -> str:
@@ -146,7 +152,7 @@ def _md(text: str) -> str:
 
 def _md_code(text: str) -> str:
     """Commands: of ours, with nothing in it that needs an escape but a pipe."""
-    return f"`{_clean(text).replace('`', '').replace('|', '&#124;')}`"
+    return f"`{_clean(text).replace('`', '').replace('|', '&#124;')}`" if text else _ONLY_HERE
 
 
 def _md_row(cells: list[str]) -> str:
@@ -180,7 +186,7 @@ def _markdown(report: Report) -> str:
             [
                 _md(one.what),
                 _md(_words(one.value, one.kind)),
-                _verdict(one.good),
+                _verdict(one),
                 _md_code(one.command),
             ]
         )
@@ -221,13 +227,14 @@ def _esc(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    return f"<code>{_esc(_clean(text))}</code>"
+    return f"<code>{_esc(_clean(text))}</code>" if text else _ONLY_HERE
 
 
 def _html_answer(one: Answer) -> str:
     verdict = "<td></td>"
     if one.good is not None:
-        verdict = f'<td class="{"" if one.good else "bad"}">{_verdict(one.good)}</td>'
+        bad = not one.good and one.must
+        verdict = f'<td class="{"bad" if bad else ""}">{_verdict(one)}</td>'
     number = ' class="n"' if one.kind in (Kind.COUNT, Kind.BYTES) else ""
     return (
         f"<tr><td>{_esc(one.what)}</td><td{number}>{_esc(_words(one.value, one.kind))}</td>"
@@ -304,6 +311,7 @@ def as_document(report: Report) -> dict[str, object]:
                 "value": _raw(one.value, one.kind),
                 "unit": one.kind.value,
                 "good": one.good,
+                "must": one.must,
                 "command": one.command,
             }
             for one in report.answers
@@ -370,13 +378,14 @@ def _csv(report: Report) -> str:
         *([name, _csv_cell(text)] for name, text in _head(report)),
         ["good", "yes" if report.good else "no"],
     ])  # fmt: skip
-    block("answers", ["name", "what", "value", "unit", "good", "command"], [
+    block("answers", ["name", "what", "value", "unit", "good", "must", "command"], [
         [
             one.name,
             _csv_cell(one.what),
             _csv_cell(one.value, one.kind),
             one.kind.value,
             _csv_cell(one.good),
+            _csv_cell(one.must),
             one.command,
         ]
         for one in report.answers

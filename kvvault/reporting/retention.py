@@ -18,7 +18,7 @@ from kvvault.catalog.retention import Candidate
 from kvvault.health import LATE_S, job_statuses
 from kvvault.model import SegmentFacts
 from kvvault.reporting.document import Answer, Column, Kind, Report, ReportKind, Table
-from kvvault.reporting.sources import Source, conditions, lifetime
+from kvvault.reporting.sources import Source, conditions, lifetime, recorded
 
 __all__ = ["Overdue", "overdue", "report"]
 
@@ -102,19 +102,19 @@ def report(source: Source, *, tenant: str | None = None) -> Report:
         ),
         Answer(
             "unclear_segments",
-            "segments past their deadline only if the machine's clock is right (must be 0)",
+            "unclear: past their deadline only if the machine's clock is right (must be 0)",
             late.unclear,
-            "kvvault clock show",
+            "kvvault expire --dry-run",
             Kind.COUNT,
             late.unclear == 0,
         ),
-        Answer("overdue_by", "how long the first of the former is late", late.by_s,
-               "kvvault status", Kind.SPAN),
+        Answer("overdue_by", "how long the first of the segments past their deadline is late",
+               late.by_s, "kvvault doctor", Kind.SPAN),
         Answer("held_segments", "segments past their deadline that a hold keeps (not served)",
-               len(late.held), "kvvault hold ls", Kind.COUNT),
+               len(late.held), "kvvault expire --dry-run", Kind.COUNT),
         Answer("policy", "policy in force", applied.policy.name, "kvvault policy show"),
         Answer("policy_digest", "SHA-256 of its text", applied.policy.digest.hex(),
-               "kvvault policy show --source"),
+               "kvvault policy show"),
         Answer("policy_applied_at", "in force since", applied.applied_at, "kvvault status",
                Kind.TIME),
         Answer("policy_applied_by", "put in force by", applied.actor, "kvvault status"),
@@ -127,8 +127,8 @@ def report(source: Source, *, tenant: str | None = None) -> Report:
                "kvvault clock show", Kind.FLAG, not vault.time.suspect),
         Answer("jobs_overdue", "jobs that are overdue", sum(s.overdue for s in statuses),
                "kvvault jobs ls", Kind.COUNT, not any(s.overdue for s in statuses)),
-        Answer("failed_runs", "runs of jobs in the period that did not succeed", failed,
-               "kvvault jobs ls", Kind.COUNT),
+        Answer("failed_runs", "runs of jobs in the period that did not succeed", failed, "",
+               Kind.COUNT),
     )  # fmt: skip
     shown = [facts for facts in live if tenant is None or names.get(facts.tenant_id) == tenant]
     return source.report(
@@ -204,7 +204,8 @@ def _rules(source: Source) -> Table:
             Column("kept", "kept"),
             Column("delete_by_s", "ceiling", Kind.SPAN),
             Column("idle_s", "after last use", Kind.SPAN),
-            Column("record", "recorded of prompts"),
+            Column("record", "fingerprint or preview"),
+            Column("recorded", "recorded besides"),
             Column("owner", "owner"),
             Column("justification", "justification"),
         ),
@@ -217,6 +218,7 @@ def _rules(source: Source) -> Table:
                 rule.delete_by_s,
                 rule.idle_s,
                 rule.record.value,
+                recorded(rule),
                 rule.owner,
                 rule.justification,
             )
@@ -231,7 +233,7 @@ def _policies(source: Source) -> Table:
     return Table(
         "policies",
         "Policies that were in force",
-        "kvvault report retention",
+        "",
         (
             Column("number", "number", Kind.COUNT),
             Column("name", "name"),

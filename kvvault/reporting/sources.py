@@ -6,16 +6,27 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from kvvault.catalog.reporting import Period
 from kvvault.layout import read_descriptor
 from kvvault.model import Clock, Namespace
-from kvvault.policy.document import Match, Rule
+from kvvault.policy.document import Match, Record, Rule
 from kvvault.policy.durations import format_duration
 from kvvault.reporting.document import Answer, Report, ReportKind, Table
 from kvvault.vault import Vault
 
-__all__ = ["Source", "conditions", "lifetime"]
+__all__ = ["Source", "conditions", "lifetime", "recorded"]
+
+_ALWAYS: Final = (
+    "of each request: tenant, and as far as it names them subject, labels and request id "
+    "(encrypted); tokens, first and last use"
+)
+_BY_POLICY: Final = {
+    Record.NONE: "no fingerprint and no preview",
+    Record.FINGERPRINT: "a keyed fingerprint of the prompt (encrypted)",
+    Record.PREVIEW: "a keyed fingerprint and a preview of the prompt's text (encrypted)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +112,8 @@ def lifetime(rule: Rule) -> str:
     if rule.idle_s is not None:
         parts.append(f"or {format_duration(rule.idle_s)} after the last use")
     return " ".join(parts)
+
+
+def recorded(rule: Rule) -> str:
+    """What is written down of a request under a rule, besides its blocks, in words."""
+    return f"{_ALWAYS}; {_BY_POLICY[rule.record]}" if rule.persist else "nothing: never written"

@@ -233,7 +233,7 @@ def _receipts(found: _Found) -> Table:
     return Table(
         "receipts",
         "Receipts, and what stayed",
-        "kvvault receipt ls",
+        "kvvault receipt show",
         (
             Column("receipt", "receipt"),
             Column("phase", "phase"),

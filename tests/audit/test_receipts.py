@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvvault import __version__
 from kvvault.audit.receipts import AUTOMATIC, EngineCopy, Receipt, parse
-from kvvault.audit.rendering import as_html, as_markdown
+from kvvault.audit.rendering import as_html, as_markdown, as_text
 from kvvault.audit.verifying import check_receipt
 from kvvault.crypto.providers import EphemeralProvider
 from kvvault.crypto.providers.base import Assurance
@@ -629,6 +629,18 @@ def test_both_renderings_say_what_counts(past: Past) -> None:
     assert purged.content["revoked_receipt"]["id"] in as_markdown(purged)
 
 
+@pytest.mark.parametrize("level", ["purge", "logical"])
+def test_a_receipt_claims_what_its_assurance_is(past: Past, level: str) -> None:
+    """Also one that an older version signed, which claimed more."""
+    purged = next(one for one in past.receipts if one.phase == "purged")
+    for receipt in (past.receipts[0], purged):
+        content = {**receipt.content, "assurance": {"level": level}}
+        for render in (as_text, as_markdown, as_html):
+            text = render(replace(receipt, content=content))
+            assert ("unrecoverable" in text) == (level == "purge"), text
+            assert ("old copies of the vault" in text) == (level == "logical")
+
+
 def test_nothing_of_a_receipt_is_markup(home: Home) -> None:
     hostile = "<script>alert(1)</script><img src=x>|`[x](http://x)`\u202e"
     with home.create() as vault:
@@ -643,6 +655,7 @@ def test_nothing_of_a_receipt_is_markup(home: Home) -> None:
     assert "&lt;script&gt;" in page
     assert "default-src" in page
     assert "\u202e" not in page
+    assert "\u202e" not in as_text(first)
     assert "](http" not in as_markdown(first)
     assert "<script" not in as_markdown(first)
     assert "\\|" in as_markdown(first)

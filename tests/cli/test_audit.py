@@ -58,7 +58,7 @@ def test_the_log_is_checked_with_files_alone(deleted: Place, tmp_path: Path) -> 
     offline = ("audit", "verify", "--log", log, "--key", key, "--against", note)
     result = run(*offline)
     assert result.code == 0, result.out + result.err
-    assert "agrees with 1 checkpoints, 1 of them kept elsewhere" in result.out
+    assert "agrees with 1 checkpoint, 1 of them given with --against" in result.out
     assert result.err == ""
     text = log.read_text()
     log.write_text(text.replace('"trigger":"forget"', '"trigger":"expire"'))
@@ -126,8 +126,17 @@ def test_receipts_are_listed_and_shown(deleted: Place, tmp_path: Path) -> None:
     assert first in run("receipt", "ls", *deleted.flags).out
     shown = run("receipt", "show", first[:10], *deleted.flags)
     assert shown.code == 0
-    assert shown.out.startswith(f"# Receipt {first}: revoked")
+    assert shown.out.startswith(f"Receipt {first}: revoked\n\nWhat was deleted\n  Deletion")
     assert "they left" in shown.out
+    assert "\\" not in shown.out
+    assert "unrecoverable" not in shown.out  # the key is a file
+    assert run("receipt", "show", first, "--format", "text", *deleted.flags).out == shown.out
+    markdown = run("receipt", "show", first, "--format", "md", *deleted.flags).out
+    assert markdown.startswith(f"# Receipt {first}: revoked")
+    assert "\\-" in markdown
+    file = tmp_path / "receipt.md"
+    assert run("receipt", "show", first, "-o", file, *deleted.flags).code == 0
+    assert file.read_text() == markdown
     page = tmp_path / "receipt.html"
     result = run("receipt", "show", first, "--format", "html", "-o", page, *deleted.flags)
     assert result.code == 0
@@ -178,7 +187,10 @@ def test_a_purge_adds_the_second_receipt(tmp_path: Path) -> None:
     assert run("purge", "--vault", path).code == 0
     rows = run("receipt", "ls", "--vault", path, "--json").document["receipts"]
     assert [row["phase"] for row in rows] == ["revoked", "purged"]
-    assert "made unrecoverable" in run("receipt", "show", rows[1]["id"], "--vault", path).out
+    shown = run("receipt", "show", rows[1]["id"], "--vault", path).out
+    assert "purged, which is logical" in shown
+    assert "whoever has old copies of the vault and of its root key can" in shown
+    assert "unrecoverable" not in shown
     assert run("audit", "verify", "--vault", path).code == 0
 
 

@@ -41,6 +41,7 @@ DELETION = {
     "revoked_at",
     "assurance",
     "claim",
+    "receipt",
     *COUNTS,
 }
 PLANNED = {"id", "blocks", "bytes", "deadline", "held"}
@@ -134,7 +135,7 @@ FIELDS: dict[str, dict[str, set[str]]] = {
             "free_bytes",
             "free_floor_bytes",
         },
-        "jobs": {"healthy", "overdue", "failing"},
+        "jobs": {"healthy", "overdue", "failing", "not_yet"},
         "segment_states": STATES,
         "recovery": {
             "abandoned_segments",

@@ -96,6 +96,15 @@ def test_rm_for_people(place: Place) -> None:
     assert done.code == 0
     assert done.out.startswith("deleted 1 segment (6 blocks, 24.0 KiB)\n")
     assert deletions(place) == [("rm", "ops", "", 1, 6)]
+    [receipt] = run("receipt", "ls", *place.flags, "--json").document["receipts"]
+    assert f"receipt {receipt['id']}\n" in done.out
+    assert "tenant's key" not in done.out
+    gone = run("forget", TENANTS[0], "--reason", "left", *place.flags, "--yes")
+    assert gone.code == 0
+    assert gone.out.startswith("deleted 0 segments")
+    assert "the tenant's key is destroyed\nunreadable through kvvault now; logical" in gone.out
+    ids = {one["id"] for one in run("receipt", "ls", *place.flags, "--json").document["receipts"]}
+    assert gone.out.splitlines()[-1].removeprefix("receipt ") in ids - {receipt["id"]}
 
 
 def test_a_running_engine_serves_nothing_of_it(place: Place) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from kvvault.space import limits_of, surroundings
 from kvvault.testing import ManualClock
 from kvvault.vault import Vault
 from tests.cli.conftest import Place
-from tests.cli.support import TENANTS, run
+from tests.cli.support import TENANTS, fill, run
 from tests.core.timed import policy
 
 DAY = 86_400.0
@@ -52,7 +53,19 @@ def test_policy_and_deadline(place: Place, surroundings: Machine) -> None:
     assert text.code == 0
     assert f"1: default {default.digest.hex()[:12]}, applied 2" in text.out
     assert "overdue 0" in text.out
-    assert "jobs        all 6 well" in text.out
+    assert "jobs        0 well, 6 not yet (none is overdue)" in text.out
+    assert document["jobs"]["not_yet"] == [
+        "expire",
+        "evict",
+        "purge",
+        "scrub",
+        "reconcile",
+        "checkpoint",
+    ]
+    ls = run("jobs", "ls", *place.flags)
+    assert ls.code == 0
+    assert [line[0] for line in ls.out.splitlines()] == ["-"] * 6
+    assert ls.out.count("not yet") == 6
     assert finding(place, surroundings, "policy")[0] == "ok"
     assert default.digest.hex()[:12] in finding(place, surroundings, "policy")[1]
     assert finding(place, surroundings, "deadlines")[0] == "ok"
@@ -140,7 +153,7 @@ def test_a_damaged_hold_is_red_until_it_is_cleared(place: Place, surroundings: M
 
 
 def test_a_failing_job_is_red(place: Place, surroundings: Machine) -> None:
-    assert finding(place, surroundings, "jobs") == ("ok", "all 6 run")
+    assert finding(place, surroundings, "jobs") == ("ok", "0 run, 6 not yet (none is overdue)")
     with Vault.open(place.path, provider=place.key) as vault:
         now = SystemClock().now()
         vault.catalog.write(
@@ -149,7 +162,9 @@ def test_a_failing_job_is_red(place: Place, surroundings: Machine) -> None:
             )
         )
     document = status(place, code=3)
-    assert document["jobs"] == {"healthy": False, "overdue": [], "failing": ["purge"]}
+    jobs = document["jobs"]
+    assert (jobs["healthy"], jobs["overdue"], jobs["failing"]) == (False, [], ["purge"])
+    assert len(jobs["not_yet"]) == 5
     assert document["healthy"] is False
     assert any("purge failed" in text for text in document["warnings"])
     text = run("status", *place.flags)
@@ -189,3 +204,22 @@ def test_a_suspect_clock_is_red(
         assert health.deadlines.overdue == 0  # by the vault's own time nothing is
     expected = "fail" if suspect else "ok"
     assert finding(place, surroundings, "vault time", later)[0] == expected
+
+
+def test_what_is_set_aside_and_what_is_destroyed_are_named(tmp_path: Path) -> None:
+    """The control: without either, neither word."""
+    flags = ("--vault", tmp_path / "vault")
+    with Vault.create(tmp_path / "vault", provider=f"file:{tmp_path / 'key'}") as vault:
+        assert "set aside" not in run("status", *flags).out
+        fill(vault)
+        aside = run("status", *flags, "--json").document["space"]["pending_bytes"]
+        assert aside > 0
+        assert f"used, of it {aside} (" in run("status", *flags).out
+    before = run("status", *flags).out
+    assert "destroyed" not in before
+    first = run("ls", "segments", *flags, "--json").document["segments"][0]["id"]
+    assert run("rm", first, "--yes", "--more-than-half", *flags).code == 0
+    after = run("status", *flags).out
+    line = next(line for line in after.splitlines() if line.startswith("segments"))
+    assert line.endswith("; 1 destroyed")
+    assert "destroyed" not in line.partition(";")[0]

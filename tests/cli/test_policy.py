@@ -164,6 +164,20 @@ def test_explain(file: Path) -> None:
     ]
 
 
+def test_what_is_never_written_is_not_kept_for_ever(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(
+        "kvvault: 1\nname: p\ndescription: d\nvault: {cap: 1GiB}\nrules:\n"
+        "  - {name: no, persist: false, owner: officer, justification: No purpose needs it.}\n"
+    )
+    said = run("policy", "explain", "--file", file, "--tenant", "a")
+    assert said.code == 0
+    assert "never" not in said.out.replace("never written", "")
+    shown = run("policy", "show", "--file", file).out
+    assert "officer" in shown
+    assert "No purpose needs it." in shown
+
+
 def test_explain_takes_labels_facts_and_a_class() -> None:
     def rule(*arguments: str) -> str:
         result = run("policy", "explain", "--tenant", "a", "--json", *arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -60,7 +61,15 @@ def test_json_fields(place: Place) -> None:
         "tables",
         "statements",
     }
-    assert set(document["answers"][0]) == {"name", "what", "value", "unit", "good", "command"}
+    assert set(document["answers"][0]) == {
+        "name",
+        "what",
+        "value",
+        "unit",
+        "good",
+        "must",
+        "command",
+    }
     assert set(document["tables"][0]) == {"name", "title", "note", "command", "rows"}
 
 
@@ -135,6 +144,24 @@ def test_a_report_is_written_whole_and_for_its_owner_only(place: Place, tmp_path
         assert refused.code == 1, nowhere
         refused.assert_two_lines()
         assert "cannot be written" in refused.err
+
+
+def test_the_exit_code_is_1_exactly_when_a_row_says_no(place: Place) -> None:
+    for which in REPORTS:
+        result = run("report", which, *place.flags)
+        assert (result.code, "| NO |" in result.out) == (0, False), which
+    beside = place.path.parent / "beside.key"
+    beside.write_bytes(Path(place.key.removeprefix("file:")).read_bytes())
+    beside.chmod(0o600)
+    advised = run("report", "encryption", *Place(place.path, f"file:{beside}").flags)
+    assert (advised.code, "no (advised only)" in advised.out) == (0, True)
+    os.utime(place.path / "VAULT", (0, 0))
+    late = run("report", "retention", *place.flags)
+    assert (late.code, "jobs that are overdue | 6 | NO" in late.out) == (1, True)
+    with catalog(place) as connection:
+        connection.execute("UPDATE segments SET commitment = zeroblob(32)")
+    broken = run("report", "encryption", *place.flags)
+    assert (broken.code, "| NO |" in broken.out) == (1, True)
 
 
 def test_the_overdue_exit_code_comes_with_a_file_too(place: Place, tmp_path: Path) -> None:

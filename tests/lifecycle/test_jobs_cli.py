@@ -38,6 +38,7 @@ FIELDS = {
     "next_due_at",
     "overdue",
     "failing",
+    "not_yet",
 }
 
 
@@ -107,7 +108,7 @@ def test_a_job_is_run_and_then_listed(place: Place, catalog: Catalog) -> None:
     text = run("jobs", "ls", *place.flags)
     assert text.code == 0
     assert line_of("scrub", text).startswith("ok    scrub       last 2")
-    assert line_of("purge", text).startswith("ok    purge       last never")
+    assert line_of("purge", text).startswith("-     purge       last never")
     assert run("jobs", "run", "scrub", *place.flags).out.startswith("job scrub: ok in ")
 
 
@@ -131,7 +132,7 @@ def test_a_failing_job_is_red(place: Place, catalog: Catalog) -> None:
     listed = run("jobs", "ls", *place.flags)
     assert listed.code == 3
     assert line_of("scrub", listed).startswith("fail")
-    assert line_of("expire", listed).startswith("ok")
+    assert line_of("expire", listed).startswith("-     expire")
     assert "1 altered" in listed.out
     assert run("jobs", "ls", *place.flags, "--json").document["healthy"] is False
 

@@ -271,4 +271,9 @@ def test_good_is_what_nothing_contradicts() -> None:
     assert of(None, True).good
     assert not of(None, True, False).good
     assert "| NO |" in render(of(False), Format.MARKDOWN)
+    advice = Answer("n", "w", 0, "", Kind.COUNT, good=False, must=False)
+    made = Report(ReportKind.ROPA, "t", (), "/", "00", 0.0, (advice,))
+    assert made.good
+    assert "| no (advised only) | this report |" in render(made, Format.MARKDOWN)
+    assert "bad" not in render(made, Format.HTML).split("</style>")[1]
     assert "NO" not in render(of(True, None), Format.MARKDOWN).split("Answers")[1]

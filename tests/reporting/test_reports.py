@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kvvault.errors import CatalogError, ClosedError, UsageError
 from kvvault.lifecycle.jobs import Job, JobContext
 from kvvault.lifecycle.lease import BootClock, Lease
 from kvvault.lifecycle.runs import run_job
+from kvvault.model import SystemClock
 from kvvault.policy import shipped
 from kvvault.promptfacts import Condition
 from kvvault.reporting import disposals, encryption, processing, retention, subject
@@ -24,7 +26,7 @@ from kvvault.reporting.rendering import Format, render
 from kvvault.reporting.sources import Source
 from kvvault.upkeep import jobs_of
 from kvvault.vault import Vault
-from tests.core.support import keys, namespace, sqlite
+from tests.core.support import SMALL, keys, namespace, sqlite
 from tests.core.test_prompt_erasing import send
 from tests.reporting.conftest import BEGAN, HOUR, NORTH, POLICY, SOUTH, Audited
 
@@ -187,7 +189,7 @@ class TestDisposals:
         assert [value(report, f"deletions_{name}") for name in ("expire", "rm", "forget")] == [
             1
         ] * 3
-        assert value(report, "unrecoverable") == 2
+        assert (value(report, "unrecoverable"), value(report, "logical")) == (2, 0)
         assert value(report, "waiting") == value(report, "waiting_in_all") == 1
         expired, removed, forgotten = table(report, "deletions")
         assert (expired["trigger"], expired["blocks"]) == ("expire", 4)
@@ -202,6 +204,25 @@ class TestDisposals:
         assert report.good
         # No tenant is named: a deletion does not know whose it was.
         assert NORTH not in render(report, Format.JSON)
+
+    def test_a_purge_of_a_key_file_makes_nothing_unrecoverable(self, tmp_path: Path) -> None:
+        with Vault.create(
+            tmp_path / "vault", provider=f"file:{tmp_path / 'key'}", options=SMALL
+        ) as vault:
+            scope = vault.scope(NORTH, namespace())
+            send(vault, scope, [1], "jane")
+            send(vault, scope, [2], "john")
+            plan = vault.plan_erasure([of("jane")], tenant=NORTH)
+            vault.erase(plan, actor="dpo", reason="art. 17")
+            purge = vault.purge()
+            report = disposals.report(Source(vault, SystemClock()))
+        names = ("deletions", "deletions_proper", "deletions_compact", "purged")
+        assert [value(report, name) for name in names] == [2, 1, 1, 2]
+        assert (value(report, "unrecoverable"), value(report, "logical")) == (0, 2)
+        assert (purge.deletions, purge.technical) == (2, 1)
+        assert "technical" in report.answer("deletions_compact").what
+        text = render(report, Format.MARKDOWN)
+        assert "blocks in them" not in text
 
     def test_a_period_is_half_open(self, audited: Audited) -> None:
         segments = [f.segment_id for f in audited.vault.segments()]
@@ -298,6 +319,12 @@ class TestEncryption:
         run(audited, "scrub")
         report = encryption.report(audited.source())
         assert value(report, "scrubs") == 1
+        assert "nothing was checked" in str(value(report, "last_scrub"))  # no blocks were due
+        audited.clock.advance(8 * 24 * HOUR)
+        audited.vault.accept_clock()
+        run(audited, "scrub")
+        report = encryption.report(audited.source())
+        assert "20 blocks in" in str(value(report, "last_scrub"))
         assert "all authentic" in str(value(report, "last_scrub"))
         path = next((audited.vault.path / "segments").iterdir())
         path.write_bytes(bytes(path.stat().st_size))
@@ -327,10 +354,25 @@ class TestRecordOfProcessing:
         assert special["applies_to"] == "label data special"
         assert rest["bytes"] == 16 * 4096
         assert "fingerprint" in str(rest["recorded"])
+        assert special["recorded"] == "nothing: never written"
         assert value(report, "owners") == "desk; officer"
         assert value(report, "tenants") == 2
         # What a vault cannot know is not made up.
         assert "to be filled in" in str(value(report, "controller"))
+
+    def test_no_personal_data_that_is_there_is_denied(self, audited: Audited) -> None:
+        """`record` governs fingerprint and preview; the rest is written down of every request."""
+        scope = audited.vault.scope(NORTH, namespace(), retention_class="short")
+        send(audited.vault, scope, [7], subject="jane roe")
+        assert [one.subject for one in audited.vault.prompts.listing()[0]] == ["jane roe"]
+        report = processing.report(audited.source())
+        said = [str(value(report, "categories")), str(table(report, "activities")[0]["recorded"])]
+        said += [str(table(retention.report(audited.source()), "rules")[0]["recorded"])]
+        for text in said:
+            for what in ("tenant", "subject", "labels", "tokens", "first and last use"):
+                assert what in text
+            assert "nothing" not in text
+        assert "no fingerprint and no preview" in said[1]
 
     def test_it_follows_the_policy(self, audited: Audited) -> None:
         audited.vault.apply_policy(shipped.load("gdpr-30d"), actor="dpo")
@@ -542,7 +584,9 @@ def test_every_command_that_a_report_names_exists(audited: Audited) -> None:
     root: Any = typer.main.get_command(app)
     named = {answer.command for made in all_reports(audited) for answer in made.answers}
     named |= {one.command for made in all_reports(audited) for one in made.tables}
-    for command in named:
+    assert "" in named  # what nothing else shows points nowhere, above all not to the report itself
+    for command in named - {""}:
+        assert "report" not in command or command == "kvvault report encryption"
         program, *words = command.split()
         assert program == "kvvault"
         node = root

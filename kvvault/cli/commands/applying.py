@@ -14,6 +14,7 @@ from kvvault.cli.commands.deleting import (
     claim,
     open_to_change,
     open_to_plan,
+    receipt_of,
 )
 from kvvault.cli.commands.limits import MORE_THAN_HALF, live_bytes, refuse_mass_deletion
 from kvvault.cli.formats import Cell, human_bytes, iso_time, path_text, plural
@@ -90,6 +91,7 @@ def apply(
         done, report = vault.apply_policy(policy, actor=who)
         number = vault.applied_policy().number
         worth = claim(vault.provider_info())
+        receipt = receipt_of(vault, report.deletion_no)
     if run.output.json:
         run.output.document({**_document(run, done), **_done(report, number)})
         return None
@@ -99,7 +101,7 @@ def apply(
         f"deleted {_words(report.segments, report.blocks, report.data_bytes)}",
     )
     if report.segments:
-        run.output.lines(worth)
+        run.output.lines(worth, *([f"receipt {receipt}"] if receipt else ()))
     return None
 
 

@@ -11,7 +11,7 @@ import typer
 
 from kvvault.cli.commands.deleting import open_to_change
 from kvvault.cli.files import write_private
-from kvvault.cli.formats import Cell, human_bytes, iso_time, path_text
+from kvvault.cli.formats import Cell, human_bytes, iso_time, path_text, plural
 from kvvault.cli.run import Run, command
 from kvvault.errors import FormatError, UsageError
 
@@ -49,6 +49,7 @@ _KEY = Annotated[
 class Format(StrEnum):
     """How a receipt is shown."""
 
+    TEXT = "text"
     MARKDOWN = "md"
     HTML = "html"
     JSON = "json"
@@ -256,10 +257,10 @@ def _judge(run: Run, found: Any, findings: Sequence[Finding], receipts: int | No
             }
         )
         return 1 if findings else None
-    kept = "" if receipts is None else f", {receipts} receipts"
+    kept = "" if receipts is None else f", {plural(receipts, 'receipt')}"
     run.output.lines(
-        f"{found.size} entries{kept}; the log agrees with {found.checkpoints} checkpoints, "
-        f"{found.outside} of them kept elsewhere"
+        f"{plural(found.size, 'entry', 'entries')}{kept}; the log agrees with "
+        f"{plural(found.checkpoints, 'checkpoint')}, {found.outside} of them given with --against"
     )
     if findings:
         run.output.lines(*(f"FAIL {one.where}: {one.what}" for one in findings))
@@ -280,7 +281,8 @@ def _finding(finding: Finding) -> dict[str, str]:
 
 
 def receipt_ls(run: Run) -> int | None:
-    """List receipts: `revoked` when nothing is served any more, `purged` when nothing opens it."""
+    """List receipts: `revoked` when nothing is served any more, `purged` when a purge has destroyed
+    the root key; ASSURANCE says what that is worth."""
     with run.open_vault() as vault:
         rows = vault.audit.receipts()
     documents = [_summary(row) for row in rows]
@@ -341,22 +343,27 @@ def receipt_show(
         str, typer.Argument(metavar="ID", help="A receipt's id; its first digits do.")
     ],
     form: Annotated[
-        Format,
+        Format | None,
         typer.Option(
             "--format",
-            help="md or html for people; json to hand over, with the proof that it is in the log.",
+            help="text, md or html for people; json to hand over, with the proof that it is in the "
+            "log. If not given: text, and md into a file.",
+            show_default=False,
         ),
-    ] = Format.MARKDOWN,
+    ] = None,
     output: _OUT = None,
 ) -> int | None:
     """Show a receipt."""
-    from kvvault.audit.rendering import as_html, as_markdown
+    from kvvault.audit.rendering import as_html, as_markdown, as_text
 
     with run.open_vault() as vault:
         receipt = vault.audit.prove(vault.audit.receipt(ident))
     if form is Format.JSON or run.output.json:
         return _give(run, receipt, receipt.document + "\n", output)
-    return _give(run, receipt, (as_html if form is Format.HTML else as_markdown)(receipt), output)
+    if form is None:
+        form = Format.TEXT if output is None else Format.MARKDOWN
+    rendered = {Format.TEXT: as_text, Format.MARKDOWN: as_markdown, Format.HTML: as_html}[form]
+    return _give(run, receipt, rendered(receipt), output)
 
 
 def receipt_verify(

@@ -54,6 +54,7 @@ __all__ = [
     "forget_tenant",
     "open_to_change",
     "open_to_plan",
+    "receipt_of",
     "register",
 ]
 
@@ -144,6 +145,14 @@ def claim(info: ProviderInfo) -> str:
     if info.assurance is Assurance.PURGE:
         return "unreadable through kvvault now; unrecoverable after the next purge"
     return f"unreadable through kvvault now; logical, also after the next purge: {info.reason}"
+
+
+def receipt_of(vault: Vault, deletion_no: int | None) -> str | None:
+    """Id of the newest receipt of a deletion; None: it has none yet."""
+    if deletion_no is None:
+        return None
+    of_it = [one for one in vault.audit.receipts() if one.deletion_no == deletion_no]
+    return of_it[-1].receipt_id.hex() if of_it else None
 
 
 # -- commands ------------------------------------------------------------------------------------
@@ -345,6 +354,7 @@ class _Deletion:
     copies: Sequence[EngineCopy] | None = None
     """What became of an engine's own; None when none was to be asked."""
     report: DeletionReport | None = None
+    receipt: str | None = None
 
     @classmethod
     def of(cls, run: Run, vault: Vault, plan: DeletionPlan) -> _Deletion:
@@ -374,6 +384,7 @@ class _Deletion:
         )
         self.report = vault.execute(plan, actor=actor, reason=reason)
         self.held = self.report.held_segments
+        self.receipt = receipt_of(vault, self.report.deletion_no)
         live = {facts.segment_id for facts in vault.segments() if facts.state.live}
         planned = {f.segment_id: f for f in (*self.plan.segments, *plan.segments)}
         self.gone = [facts for ident, facts in planned.items() if ident not in live]
@@ -437,6 +448,7 @@ class _Deletion:
             "revoked_at": None if self.report is None else iso_time(self.report.revoked_at),
             "assurance": self.info.assurance.value,
             "claim": claim(self.info),
+            "receipt": self.receipt,
         }
         if self.copies is not None:
             document["engine_copies"] = copies_document(self.copies)
@@ -485,8 +497,12 @@ class _Deletion:
             )
         if self._expiring and self.more_than_half:
             lines.append("that is more than half of the vault; deadlines need no --more-than-half")
-        if self.plan.segments or self.gone:
+        if self.plan.tenant_id is not None and self.report is not None:
+            lines.append("the tenant's key is destroyed")
+        if self.plan.segments or self.gone or self.plan.tenant_id is not None:
             lines.append(claim(self.info))
+        if self.receipt is not None:
+            lines.append(f"receipt {self.receipt}")
         self.run.output.lines(*lines)
 
 

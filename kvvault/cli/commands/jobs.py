@@ -183,6 +183,7 @@ def _status_json(status: JobStatus) -> dict[str, object]:
         "next_due_at": iso_time(status.next_due),
         "overdue": status.overdue,
         "failing": status.failing,
+        "not_yet": status.not_yet,
     }
 
 
@@ -202,7 +203,10 @@ def _verdict(status: JobStatus) -> tuple[str, str, str, str]:
         hint = f"{status.detail} (it runs again at its next time)"
     elif status.overdue:
         hint = "no process runs it: start `kvvault daemon`, or run it with `kvvault jobs run`"
-    return ("ok" if status.healthy else "fail"), status.name, what, hint
+    if status.not_yet:
+        what += "  not yet"
+    verdict = "-" if status.not_yet else "ok" if status.healthy else "fail"
+    return verdict, status.name, what, hint
 
 
 def _moment(seconds: float) -> str:

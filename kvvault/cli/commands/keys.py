@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvvault.cli.commands.deleting import open_to_change
-from kvvault.cli.formats import Cell, human_bytes, human_duration, iso_time, path_text, short_ids
+from kvvault.cli.formats import (
+    Cell,
+    human_bytes,
+    human_duration,
+    iso_time,
+    path_text,
+    plural,
+    short_ids,
+)
 from kvvault.cli.run import Run, command
 
 if TYPE_CHECKING:
@@ -46,7 +54,7 @@ def purge(run: Run) -> int | None:
     run.output.pairs(
         [
             ("purge", f"{report.purge_no}, in {report.seconds:.1f} s"),
-            ("deletions", f"{report.deletions} unrecoverable from now on"),
+            ("deletions", _ended(report)),
             ("rewrapped", f"{report.segments} segments of {report.tenants} tenants"),
             ("old key", f"{report.old_epoch}: destroyed, and refused when it was tried"),
             ("new key", report.new_epoch),
@@ -56,6 +64,17 @@ def purge(run: Run) -> int | None:
     if report.given_up:
         run.output.warning(f"{report.given_up} tenants had a key that did not open; they are gone")
     return None
+
+
+def _ended(report: PurgeReport) -> str:
+    from kvvault.crypto.providers.base import Assurance
+
+    count = str(report.deletions - report.technical)
+    if report.technical:
+        count += f", and {plural(report.technical, 'technical one')} (compact),"
+    if report.assurance == Assurance.PURGE:
+        return f"{count} unrecoverable from now on"
+    return f"{count} closed to the keys of now, not to old copies of vault and keys"
 
 
 def keys_rotate(run: Run) -> int | None:
@@ -74,6 +93,7 @@ def _report_json(report: PurgeReport, info: ProviderInfo) -> dict[str, object]:
         "assurance": report.assurance,
         "reason": info.reason,
         "deletions": report.deletions,
+        "technical_deletions": report.technical,
         "tenants": report.tenants,
         "segments": report.segments,
         "tenants_given_up": report.given_up,

@@ -78,6 +78,11 @@ def show(
             ["RULE", "CLASS", "FOR", *(name.upper() for name in columns)],
             [_row(rule, columns) for rule in policy.rules],
         )
+        run.output.lines("")
+        run.output.table(
+            ["RULE", "OWNER", "JUSTIFICATION"],
+            [[Cell(one.name), Cell(one.owner), Cell(one.justification)] for one in policy.rules],
+        )
     return None
 
 
@@ -262,8 +267,6 @@ def _row(rule: Rule, columns: Iterable[str]) -> list[Cell]:
     from kvvault.policy.decide import verdict_of
 
     words = worded(verdict_of(rule))
-    if not rule.persist:
-        words = dict.fromkeys(words, "-") | {"persist": "false"}
     conditions = [
         *(("tenant", rule.match.tenant),) * bool(rule.match.tenant),
         *rule.match.facts,

@@ -92,14 +92,15 @@ def report(
     ] = None,
     subject_file: SUBJECT_FILE = None,
 ) -> int | None:
-    """Print a report for auditors: every answer with the command that shows the same.
+    """Print a report for auditors: every answer with the command that shows the same, if one does.
 
     retention (are the periods set and kept), disposals (what was deleted in a period), encryption
     (algorithms, keys, destructions), ropa (record of processing activities, GDPR Art. 30), subject
     (one person's data and its erasure; asking is itself written to the audit log).
 
-    Exit code 1 of `report retention` when something is overdue: a segment past its deadline whose
-    key still exists, or a deletion that has waited too long for a purge.
+    Exit code 1 when anything is not as it must be, which is when a row says NO: in `report
+    retention` a segment past its deadline whose key still exists, a deletion that has waited too
+    long for a purge, a job that is overdue. What is advised only does not count.
     """
     from kvvault.reporting.rendering import Format, render
 
@@ -137,10 +138,7 @@ def report(
             run.output.note(f"written to {path_text(output.absolute())}")
     else:
         run.output.lines(*text.splitlines())
-    if which is _Which.RETENTION:
-        late = ("overdue_segments", "unclear_segments", "overdue_purges")
-        return None if all(made.answer(name).value == 0 for name in late) else 1
-    return None
+    return None if made.good else 1
 
 
 def _period(since: str | None, until: str | None) -> Period:

@@ -156,13 +156,17 @@ def status(run: Run) -> int | None:
             }
         )
         return code
-    counts = ", ".join(f"{states[state]} {state.value}" for state in SegmentState if states[state])
+    of_live, gone = (
+        ", ".join(f"{states[s]} {s.value}" for s in SegmentState if states[s] and s.live is lives)
+        for lives in (True, False)
+    )
+    counts = f"{len(live)} live ({of_live or 'none yet'}){gone and f'; {gone}'}"
     run.output.pairs(
         [
             ("vault", path_text(path.absolute())),
             ("tenants", str(len(inventory.tenants))),
             ("namespaces", str(len(inventory.namespaces))),
-            ("segments", f"{len(live)} live ({counts or 'none yet'})"),
+            ("segments", counts),
             ("blocks", str(blocks)),
             ("bytes", f"{size} ({human_bytes(size)})"),
             ("oldest", oldest or "-"),
@@ -200,6 +204,7 @@ def _health(health: Health) -> dict[str, object]:
             "healthy": all(status.healthy for status in health.jobs),
             "overdue": [status.name for status in health.jobs if status.overdue],
             "failing": [status.name for status in health.jobs if status.failing],
+            "not_yet": [status.name for status in health.jobs if status.not_yet],
         },
         "clock_suspect": health.clock_suspect,
         "holds": health.holds.holds,
@@ -213,12 +218,14 @@ def _health_words(health: Health) -> list[tuple[str, str]]:
     cap = "no cap" if space.limits.cap_bytes is None else f"cap {_size(space.limits.cap_bytes)}"
     free = f"{_size(space.around.free_bytes)} free, floor {_size(space.limits.free_floor_bytes)}"
     sick = [status.name for status in health.jobs if not status.healthy]
+    pending = space.usage.pending
+    aside = f", of it {_size(pending)} set aside for open segments" if pending else ""
     damaged = f", {health.holds.damaged} DAMAGED" if health.holds.damaged else ""
     return [
         ("policy", f"{policy.number}: {_name(policy)}"),
-        ("space", f"{_size(space.used_bytes)} used, {cap}; {free}"),
+        ("space", f"{_size(space.used_bytes)} used{aside}, {cap}; {free}"),
         ("deadline", f"next {iso_time(deadlines.following) or '-'}, overdue {deadlines.overdue}"),
-        ("jobs", f"NOT WELL: {', '.join(sick)}" if sick else f"all {len(health.jobs)} well"),
+        ("jobs", f"NOT WELL: {', '.join(sick)}" if sick else health.jobs_well("well")),
         ("clock", "SUSPECT" if health.clock_suspect else "not suspect"),
         ("holds", f"{health.holds.holds} in force{damaged}"),
     ]
