@@ -46,7 +46,6 @@ import errno as numbers
 from typing import ClassVar, Final
 
 __all__ = [
-    "NO_ROOM",
     "CatalogCorruptError",
     "CatalogError",
     "ClosedError",
