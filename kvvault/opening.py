@@ -132,6 +132,7 @@ def create(
     policy: Policy | None,
     options: VaultOptions | None,
     clock: Clock | None,
+    actor: str,
 ) -> Parts:
     """See `kvvault.vault.Vault.create`."""
     layout.refuse_occupied(path)
@@ -141,7 +142,7 @@ def create(
     keeper = open_provider(provider, create=True) if isinstance(provider, str) else provider
     descriptor = Descriptor(vault_id, keeper.describe().uri)
     layout.build(path, descriptor)
-    return _Opening.of(path, descriptor, keeper, options, clock, read_only=False).run(policy)
+    return _Opening.of(path, descriptor, keeper, options, clock, read_only=False).run(policy, actor)
 
 
 def open_existing(
@@ -208,8 +209,9 @@ class _Opening:
             read_only,
         )
 
-    def run(self, policy: Policy | None) -> Parts:
-        """Open it. A vault without a policy gets this one, or the shipped one."""
+    def run(self, policy: Policy | None, actor: str = "kvvault") -> Parts:
+        """Open it. A vault without a policy gets this one, or the shipped one, put in force by
+        `actor`."""
         layout.self_test()
         vault_id, options, read_only = self.descriptor.vault_id, self.options, self.read_only
         counters = Counters()
@@ -236,7 +238,7 @@ class _Opening:
                 if not read_only:
                     ring.ensure_signer(catalog, self._note_signing_key)
                     _prune_tombstones(catalog, fence)
-                    inherited = self._ensure_policy(catalog, governor, policy)
+                    inherited = self._ensure_policy(catalog, governor, policy, actor)
                 # Tells others that the catalog is in use: nobody may replace it or forget its dead.
                 in_use = fence.hold(_IN_USE)
                 undo.callback(fence.let_go, in_use)
@@ -405,15 +407,15 @@ class _Opening:
         is. In a new vault, the clock's."""
         return VaultTime(self.clock, retention.get_mark(connection), 0.0).steady()
 
-    def _ensure_policy(self, catalog: Catalog, governor: Governor, policy: Policy | None) -> bool:
+    def _ensure_policy(
+        self, catalog: Catalog, governor: Governor, policy: Policy | None, actor: str
+    ) -> bool:
         """A vault is never without one: a new one starts with `policy` or the shipped default, one
         of an older kvvault gets the default. Whether it has segments that know of none."""
         if catalog.read(retention.current_policy) is not None:
             return False
         first = policy or shipped.load("default")
-        catalog.write(
-            lambda c: governor.put_in_force(c, first, now=self._time_in(c), actor="kvvault")
-        )
+        catalog.write(lambda c: governor.put_in_force(c, first, now=self._time_in(c), actor=actor))
         return any(row.facts.state.live for row in catalog.read(operations.list_segments))
 
 

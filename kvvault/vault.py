@@ -83,19 +83,20 @@ class Vault(OpenVault):
         policy: Policy | None = None,
         options: VaultOptions | None = None,
         clock: Clock | None = None,
+        actor: str = "kvvault",
     ) -> Vault:
         """Make a vault in a new or empty directory and open it.
 
         `provider` is a key provider's URI; the default is a new key file below the user's data
         directory, outside the vault. `policy` is what governs it from the start; the default is
-        the shipped one.
+        the shipped one; `actor`, who puts it in force, is recorded in clear.
 
         Raises:
             VaultExistsError: there is something at `path` already.
             UnsafeFileError, StorageError: the directory cannot be made safely.
             VaultKeyError, UsageError: the provider does not work or is unknown.
         """
-        return cls(opening.create(Path(path), provider, policy, options, clock))
+        return cls(opening.create(Path(path), provider, policy, options, clock, actor))
 
     @classmethod
     def open(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,7 @@ def test_init_with_a_policy(tmp_path: Path, memory: Path) -> None:
     assert made.code == 0
     status = run("status", "--vault", path, "--json").document["policy"]
     assert (status["name"], status["number"]) == ("gdpr-30d", 1)
+    assert status["applied_by"] == pwd.getpwuid(os.getuid()).pw_name
     assert made.document["policy"] == {"name": "gdpr-30d", "digest": status["digest"]}
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvvault.cli.commands.deleting import actor_name
 from kvvault.cli.formats import Cell, human_bytes, iso_time, path_text
 from kvvault.cli.inventory import Inventory
 from kvvault.cli.run import Run, command
@@ -62,7 +63,9 @@ def init(
 
     path = run.vault_path()
     governing = None if policy is None else shipped.find(policy)  # before anything is made
-    with Vault.create(path, provider=run.settings.key_provider, policy=governing) as vault:
+    with Vault.create(
+        path, provider=run.settings.key_provider, policy=governing, actor=actor_name(None)
+    ) as vault:
         info = vault.provider_info()
         applied = vault.policy()
     descriptor = layout.read_descriptor(path)
