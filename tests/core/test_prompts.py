@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -225,21 +224,17 @@ def test_holds_are_shown(world: World) -> None:
     segment = segment_of(vault, scope, keys(6, 6000)[5])
     assert segment is not None
     other = vault.place_hold(segment_id=segment, reason="case", actor="me")
-    jane = next(r for r in vault.prompts.subjects(tenant="alice") if r.subject == "jane")
     joes = world.sent["alice/r4"]
-    for no, (kind, target) in enumerate(
-        (("subject", jane.text_id), ("prompt", joes.prompt_id)), 90
-    ):
-        text = "INSERT INTO holds VALUES (?, ?, ?, 'case', 'me', 0, NULL, NULL, NULL)"
-        vault.catalog.write(partial(direct, text=text, parameters=(no, kind, target)))
+    hers = vault.place_hold(tenant="alice", subject="jane", reason="case", actor="me").number
+    one = vault.place_hold(prompt_id=joes.prompt_id, reason="case", actor="me").number
     found = {name: facts.holds for name, facts in by_name(world).items()}
     assert found["bob/r9"] == (held.number,)
     assert found["alice/r5"] == (other.number,)
-    assert found["alice/r4"][-1:] == (91,)
-    assert found["alice/r0"] == found["alice/r3"] == (90,)
+    assert found["alice/r4"][-1:] == (one,)
+    assert found["alice/r0"] == found["alice/r3"] == (hers,)
     assert found["alice/r2"] == ()
     assert {(r.tenant, r.subject): r.holds for r in vault.prompts.subjects()} == {
-        ("alice", "jane"): (90,),
+        ("alice", "jane"): (hers,),
         ("alice", "joe"): (),
         ("bob", "jane"): (held.number,),
     }

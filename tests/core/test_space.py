@@ -285,7 +285,7 @@ def test_a_segment_for_which_there_is_no_space_is_not_made_again_and_again(
 
 def test_what_little_there_is_is_used(timed: TimedHome) -> None:
     """A whole step does not fit, what is stored now does."""
-    timed.first = policy("delete_by: 1h, max_bytes: 10KiB")
+    timed.first = policy("delete_by: 1h, keep_at_least: 30m, max_bytes: 10KiB")
     with timed.create() as vault:
         scope = vault.scope("alice", namespace())
         assert put(vault, scope, keys(2)).stored == 2
@@ -372,9 +372,9 @@ def test_what_is_written_again_and_finds_no_room_waits_for_nobody(
     """Another process was faster: the thread that makes room asks for room itself."""
     asked: list[bool] = []
 
-    def crowded(evictor: Evictor, *_: object) -> EvictionReport:
+    def crowded(evictor: Evictor, *_: object) -> tuple[EvictionReport, None]:
         asked.append(evictor.make_room(NoSpaceError("others were faster", 1, 1)))
-        return EvictionReport(segments=1, freed_bytes=1)
+        return EvictionReport(segments=1, freed_bytes=1), None
 
     monkeypatch.setattr(Evictor, "_evict_chosen", crowded)
     with timed.create() as vault:

@@ -60,16 +60,20 @@ DOOMED = (0, 2, 4, 9)
 """Blocks that are deleted one by one."""
 
 
-def full_at(cap_bytes: int) -> Policy:
-    """A policy for the scenarios of `test_rewriting_kill`."""
+SHARE = "192KiB"
+"""Less than alpha has once four more blocks are stored."""
+
+
+def full_at(cap_bytes: int, share: str = "1GiB") -> Policy:
+    """A policy for the scenarios of `test_rewriting_kill`. `share`: of alpha."""
     who = "owner: tests, justification: a test"
     return Policy.parse(
         f"kvvault: 1\nname: kill\ndescription: little space\nvault: {{cap: {cap_bytes}B, "
         "free_floor: 1B}\nrules:\n"
         "  - {name: floor, match: {tenant: gamma}, delete_by: 24h, keep_at_least: 12h, "
         f"{who}}}\n"
-        "  - {name: share, match: {tenant: alpha}, delete_by: 24h, max_bytes: 192KiB, "
-        f"{who}}}\n"
+        "  - {name: share, match: {tenant: alpha}, delete_by: 24h, "
+        f"max_bytes: {share}, {who}}}\n"
         f"  - {{name: all, delete_by: 24h, {who}}}\n"
     )
 
@@ -312,6 +316,7 @@ def _evict(log: Log, vault: str) -> None:
     `test_rewriting_kill`."""
     with Vault.open(vault, options=OPTIONS, clock=ManualClock(ManualClock().now() + 60)) as opened:
         alpha = opened.scope("alpha", NAMESPACES[0])
+        opened.apply_policy(full_at(2 << 20, SHARE), actor="test")
         for _ in range(3):
             assert set(get(opened, alpha, "alpha", HOT)) == {Outcome.HIT}
 
@@ -338,7 +343,7 @@ def _evict(log: Log, vault: str) -> None:
         space = opened._evictor._space
         used = space.usage().used + space.around().catalog_bytes
         # A quarter of a small cap is for the catalog's log: 97 % of it are used.
-        opened.apply_policy(full_at(int(used / 0.72)), actor="test")
+        opened.apply_policy(full_at(int(used / 0.72), SHARE), actor="test")
         assert opened.evict().segments
         log("again", opened.counters().get("readmitted_bytes", 0))
         report("evicted", before)
