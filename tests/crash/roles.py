@@ -54,7 +54,7 @@ from tests.crash.processes import PATIENCE_S, Log
 KEPT, FLEETING = TENANTS[:2], TENANTS[2]
 DEADLINE_S = 3600.0
 """When blocks die in the scenarios with a clock of their own; see `test_retention_kill`."""
-HOT = (0, 4)
+HOT = (0, 4, 8)
 """Blocks that are used, of different segments, and worth writing again when these go."""
 DOOMED = (0, 2, 4, 9)
 """Blocks that are deleted one by one."""
