@@ -32,6 +32,7 @@ from kvvault.errors import KvvaultError, VaultLockedError
 from kvvault.governing import Governor
 from kvvault.lifecycle.value import SegmentUse, choose_victims
 from kvvault.model import SegmentFacts, SegmentState
+from kvvault.policy.document import VaultLimits
 from kvvault.rewriting import Rewriter
 from kvvault.space import Space
 from kvvault.timekeeping import VaultTime
@@ -163,29 +164,37 @@ class Evictor:
             StorageError, CatalogError: as deletions; what else there was to do is done.
         """
         with self._alone() as readmit:
-            around = self._space.around()
-            limits = self._space.limits(around)
-            _, policy = self._governor.current()
-            usage = self._space.usage()
-            cap = limits.cap_bytes or 0
-            used = counted(usage, around, cap)
-            above = int(used - policy.vault.low_watermark * cap) if cap else 0
-            if used <= policy.vault.high_watermark * cap:
-                above = 0
-            wanted = {_VAULT: max(above, below_floor(usage, limits, around))}
-            most = {rule.name: rule.max_bytes for rule in policy.rules}
-            for (rule, tenant_id), nbytes in self._catalog.read(used_by_rule).items():
-                wanted[rule, tenant_id] = nbytes - (most.get(rule) or nbytes)
             total, failures = EvictionReport(), list[KvvaultError]()
-            for whose, nbytes in wanted.items():
+
+            def evict(nbytes: int, whose: _Whose) -> None:
+                nonlocal total
                 if nbytes > 0:
                     report, failed = self._evict(nbytes, whose, "watermark", readmit)
                     total += report
-                    failures += [failed] if failed is not None else []
+                    failures.extend([failed] if failed is not None else [])
+
+            _, policy = self._governor.current()
+            most = {rule.name: rule.max_bytes for rule in policy.rules}
+            for (rule, tenant_id), used in self._catalog.read(used_by_rule).items():
+                evict(used - (most.get(rule) or used), (rule, tenant_id))
+            evict(self._too_much(policy.vault), _VAULT)  # what went of rules counts
             self._rounds += total.segments > 0
             if failures:
                 raise failures[0]
             return total
+
+    def _too_much(self, policy: VaultLimits) -> int:
+        """By how many bytes the vault is above its low watermark, if it is above the high one, or
+        the file system below its free-space floor."""
+        around = self._space.around()
+        limits = self._space.limits(around)
+        usage = self._space.usage()
+        cap = limits.cap_bytes or 0
+        used = counted(usage, around, cap)
+        above = int(used - policy.low_watermark * cap) if cap else 0
+        if used <= policy.high_watermark * cap:
+            above = 0
+        return max(above, below_floor(usage, limits, around))
 
     def _evict(
         self, nbytes: int, whose: _Whose, reason: str, readmit: bool

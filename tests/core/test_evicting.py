@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvvault import evicting
-from kvvault.catalog.space import NoSpaceError
+from kvvault.catalog.space import NoSpaceError, counted
 from kvvault.crypto.providers.ephemeral import EphemeralProvider
 from kvvault.deleting import DeletionReport, Eraser
 from kvvault.errors import StorageError
@@ -201,6 +201,17 @@ def test_a_rule_s_limit_that_is_lowered_holds_for_what_is_there(place: Place) ->
         assert vault.evict().freed_bytes == 64 * BLOCK
         assert there(vault, 96) == set(range(64, 96))
         assert_hits(vault, bob, keys(8), "bob")
+
+
+def test_what_went_for_a_rule_counts_for_the_vault(place: Place) -> None:
+    with place.roomy("") as vault:
+        fill(vault, 96, place.clock)
+        usage, around = vault._evictor._space.usage(), vault._evictor._space.around()
+        cap = int(counted(usage, around, 0) / 0.97)
+        vault.apply_policy(policy(cap, f"max_bytes: {32 * BLOCK}B"), actor="test")
+        assert counted(usage, around, cap) > 0.95 * cap
+        vault.evict()
+        assert there(vault, 96) == set(range(64, 96))
 
 
 def test_a_floor_that_is_applied_while_somebody_evicts_is_kept(
