@@ -287,25 +287,21 @@ class Evictor:
             now = operations.get_segment(connection, segment_id)
             return now is not None and _has_to_stay(now.facts, self._time.steady())
 
-        def again() -> int:
-            if saved is None:
-                return 0
-            into: set[bytes] = set()
-            blocks = self._rewriter.write(row, saved.without(revoked), into=into)
-            # Nothing more comes to them, and what is open cannot be evicted.
-            self._eraser.seal(list(into))
-            return blocks * row.facts.block_bytes
-
-        try:
-            done = self._eraser.execute(plan, actor="kvvault", reason=reason, unless=spared)
-        except KvvaultError:
-            now = self._catalog.read(partial(operations.get_segment, segment_id=segment_id))
-            if now is None or not now.facts.state.live:
-                again()  # its key is gone, although not everything went well
-            raise
+        # Should this raise, nobody knows whose deletion it was that took the key, and what somebody
+        # else has deleted must not come back: the blocks are lost.
+        done = self._eraser.execute(plan, actor="kvvault", reason=reason, unless=spared)
         if not done.segments:
             return EvictionReport()
-        written = again()
+        written = 0
+        if saved is not None:
+            into: set[bytes] = set()
+            blocks = self._rewriter.write(row, saved.without(revoked), into=into)
+            written = blocks * row.facts.block_bytes
+            try:
+                # Nothing more comes to them, and what is open cannot be evicted.
+                self._eraser.seal(list(into))
+            except KvvaultError as exc:
+                log.warning("what was written again is not sealed yet: %s", exc)
         # What its file took, erased blocks too: not what the deletion says went.
         return EvictionReport(1, row.facts.data_bytes - written, written)
 

@@ -269,7 +269,7 @@ class TieredCache:
         """
         blocks = self._blocks(keys, tensors)
         limit = self._clock.monotonic() + timeout_s
-        served: list[tuple[Entry, bool]] = []
+        served: list[tuple[Entry, bool, int | None]] = []
         window: deque[Entry] = deque()  # the next blocks, each held
         try:
             while ready := self._ready(keys, len(served), window, limit):
@@ -277,7 +277,7 @@ class TieredCache:
                 slots = [self._memory.tensor(entry.slot) for entry in ready]
                 self._device.copy(zip(targets, slots, strict=True))
                 with self._changed:
-                    served += [(entry, entry.stored) for entry in ready]
+                    served += [(entry, entry.stored, entry.given_at) for entry in ready]
                     self._let_go([window.popleft() for _ in ready])
         finally:
             with self._changed:
@@ -348,11 +348,13 @@ class TieredCache:
                 self._fill(group, [False] * len(group))
         return held, full
 
-    def _confirm(self, served: Sequence[tuple[Entry, bool]], blocks: Sequence[torch.Tensor]) -> int:
+    def _confirm(
+        self, served: Sequence[tuple[Entry, bool, int | None]], blocks: Sequence[torch.Tensor]
+    ) -> int:
         """How many of the leading blocks may be handed out: none behind one that the vault has had
         and has no longer. Looked at after the copy, as a reader of the vault does under its fence,
         so a deletion that came in between is honoured too. Zeroes the rest."""
-        keys = [entry.key for entry, _ in served]
+        keys = [entry.key for entry, _, _ in served]
         try:
             if served:
                 self._vault.refresh()
@@ -363,12 +365,15 @@ class TieredCache:
         good = 0
         with self._changed:
             removals = self._vault.removals  # read last: those that `contains` saw are in it
-            for i, (entry, had) in enumerate(served):
+            for i, (entry, had, given_at) in enumerate(served):
                 if here is None:
                     continue
                 # Not there: never was, or deleted. Of a store whose end is not known yet it is the
-                # latter that is assumed, if anything was deleted since it began.
-                never = not had and entry.given_at in (None, removals)
+                # latter that is assumed, if anything was deleted since it began. By what was known
+                # when it was copied, and by what is: a store may have ended in between, and another
+                # offload may have begun one.
+                given = {given_at, entry.given_at} <= {None, removals}
+                never = given and not (had or entry.stored)
                 if lives and (here[i] or never):
                     entry.stored = entry.stored or here[i]
                     good += good == i

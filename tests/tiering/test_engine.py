@@ -621,6 +621,33 @@ def test_a_deletion_between_the_commit_of_a_store_and_its_end(
         assert check_load(cache, others) == 2  # of those it is known that the vault never had them
 
 
+def test_a_store_that_ends_while_a_load_begun_after_a_deletion_copies(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = keys(2)
+    stored, go_on = threading.Event(), threading.Event()
+    with home.create() as vault, home.open() as second, cache_on(vault) as cache:
+        real_put, real_refresh = vault.put, vault.refresh
+
+        def put_and_wait(*args: Any, **kwargs: Any) -> PutReport:
+            report = real_put(*args, **kwargs)
+            stored.set()
+            assert go_on.wait(PATIENCE_S)
+            return report
+
+        def settle_then_refresh() -> None:
+            go_on.set()
+            cache.flush()
+            real_refresh()
+
+        monkeypatch.setattr(vault, "put", put_and_wait)
+        cache.offload(names, tensors(names))
+        assert stored.wait(PATIENCE_S)
+        second.delete_segments([facts.segment_id for facts in second.segments()])
+        monkeypatch.setattr(vault, "refresh", settle_then_refresh)  # after the copy
+        assert cache.load(names, dirty(2)) == 0
+
+
 def test_a_store_that_ends_while_the_block_is_offloaded_again(
     vault: Vault, cache: TieredCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
