@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from kvvault import evicting
 from kvvault.catalog.space import NoSpaceError, counted
 from kvvault.crypto.providers.ephemeral import EphemeralProvider
-from kvvault.deleting import DeletionReport, Eraser
+from kvvault.deleting import DeletionPlan, DeletionReport, Eraser
 from kvvault.errors import StorageError
 from kvvault.lifecycle import value
 from kvvault.lifecycle.value import SegmentUse, Victim, Victims
@@ -290,6 +291,25 @@ def test_one_that_cannot_go_keeps_no_other(place: Place, monkeypatch: pytest.Mon
         with pytest.raises(StorageError):
             vault.evict()
         assert len(calls) > 2
+
+
+def test_what_somebody_deletes_meanwhile_does_not_come_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with place.create(400) as vault, place.open() as other:
+        fill(vault, 96, place.clock)
+        assert_hits(vault, vault.scope("alice", namespace()), [key(n) for n in range(8)])
+
+        def execute(_eraser: Eraser, plan: DeletionPlan, **_: Any) -> DeletionReport:
+            other.delete_segments([facts.segment_id for facts in plan.segments])
+            raise StorageError("this took nothing", hint="none")
+
+        monkeypatch.setattr(evicting, "choose_victims", chosen_in_order)
+        with monkeypatch.context() as patch:
+            patch.setattr(vault._evictor._eraser, "execute", partial(execute, vault._eraser))
+            assert not vault._evictor.make_room(NoSpaceError("full", 8 * BLOCK, 96 * BLOCK))
+        vault.refresh()
+        assert there(vault, 96) == set(range(8, 96))
 
 
 def chosen_in_order(segments: Sequence[SegmentUse], nbytes: int, _now: float) -> Victims:
